@@ -1,0 +1,39 @@
+"""What all tests share: the GPU marker, one fixed generator, one thread per process, a closing list of skips."""
+
+import re
+from collections import Counter
+
+import pytest
+
+SEED = 20_250_119
+
+
+def _cuda_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _cuda_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end how many tests were skipped, and why."""
+    skips = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(re.sub(r"^Skipped: ", "", str(report.longrepr[2])) for report in skips)
+    terminalreporter.section("skipped tests")
+    terminalreporter.write_line(f"{sum(reasons.values())} skipped" + ("" if reasons else ": none"))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:6d}  {reason}")
+
+
+@pytest.fixture
+def generator():
+    """A CPU generator that starts every test at the same value."""
+    import torch
+
+    return torch.Generator("cpu").manual_seed(SEED)
