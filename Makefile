@@ -1,0 +1,76 @@
+# Every target sets up what it needs: a virtual environment in .venv with the versions of constraints.txt.
+
+PYTHON ?= python3
+# Test processes. Each uses one thread, so this is also the number of cores in use.
+JOBS ?= 2
+DEMO_OUT ?= outputs/demo
+DEMO_ARGS ?=
+
+VENV := .venv
+VENV_OLDEST := .venv-oldest
+READY := $(VENV)/.ready
+READY_OLDEST := $(VENV_OLDEST)/.ready
+PYTEST := -m pytest -n $(JOBS) --dist worksteal
+
+.PHONY: help install demo test lint format types pytest test-oldest build constraints clean distclean
+
+help:
+	@echo "make demo         generate one clip dense and sparse with the embedded model, into $(DEMO_OUT)"
+	@echo "make test         lint, types and all tests"
+	@echo "make test-oldest  all tests on the oldest supported versions, in $(VENV_OLDEST)"
+	@echo "make lint | types | pytest | format | build | constraints | clean | distclean"
+
+install: $(READY)
+
+demo: $(READY)
+	$(VENV)/bin/diffsieve compare --model mini-wan --method ba-att --out $(DEMO_OUT) $(DEMO_ARGS)
+
+test: lint types pytest
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(READY)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+types: $(READY)
+	$(VENV)/bin/mypy diffsieve
+
+pytest: $(READY)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST)
+
+test-oldest: $(READY_OLDEST)
+	OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python $(PYTEST)
+
+build: $(READY)
+	rm -rf build dist
+	$(VENV)/bin/python -m build --no-isolation
+
+# The versions in .venv become the tested ones.
+constraints: $(READY)
+	{ sed '/^[^#]/,$$d' constraints.txt; $(VENV)/bin/python -m pip freeze --all --exclude-editable | grep -v '^pip=='; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+distclean: clean
+	rm -rf $(VENV) $(VENV_OLDEST)
+
+define set_up
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, got {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c $(2) setuptools
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c $(2) --no-build-isolation -e '.[dev]'
+	touch $(3)
+endef
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (PyTorch is large: this takes some minutes the first time)"
+	$(call set_up,$(VENV),constraints.txt,$@)
+
+$(READY_OLDEST): pyproject.toml constraints-oldest.txt
+	@echo "Installing the oldest supported versions into $(VENV_OLDEST)"
+	$(call set_up,$(VENV_OLDEST),constraints-oldest.txt,$@)
