@@ -7,7 +7,7 @@ import typer
 
 from .options import ConfigFile, DebugFlag, JsonFlag, emit
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 _PACKAGES = ("diffsieve", "torch", "triton", "diffusers", "transformers", "accelerate", "lpips", "gradio")
 _PROBE_SHAPE = (1, 1, 4096, 64)  # (B, H, L, D): long enough that no backend declines for shortness
