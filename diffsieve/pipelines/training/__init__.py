@@ -1,0 +1,1 @@
+"""Training of the embedded mini-wan model: data, judge and training stages."""
