@@ -1,0 +1,66 @@
+"""The sdist and the wheel: what they hold, and that an installed wheel works away from the checkout."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import diffsieve
+
+ROOT = Path(__file__).parents[1]
+WEIGHTS = "diffsieve/pipelines/mini_wan"
+
+USE_IT = """
+import diffsieve
+from diffsieve import BAAttProcessor, load_pipeline
+pipe = load_pipeline("mini-wan")
+pipe.set_attn_processor(BAAttProcessor())
+print(diffsieve.__file__, type(pipe).__name__)
+"""
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_built_wheel_works_outside_the_checkout(tmp_path):
+    # Without isolation the build needs no network. The wheel is built from the sdist, so both are complete.
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, cwd=ROOT)
+    stem = f"diffsieve-{diffsieve.__version__}"
+
+    with tarfile.open(tmp_path / f"{stem}.tar.gz") as sdist:
+        in_sdist = {name.removeprefix(f"{stem}/") for name in sdist.getnames()}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "constraints.txt", "docs/api.md"} <= in_sdist
+    assert "tests/test_build.py" in in_sdist
+
+    wheel = tmp_path / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = set(archive.namelist())
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "diffsieve").rglob("*.py")}
+    weights = {path.relative_to(ROOT).as_posix() for path in (ROOT / WEIGHTS).rglob("*") if path.is_file()}
+    assert f"{WEIGHTS}/model_index.json" in weights
+    assert modules | {"diffsieve/py.typed"} <= in_wheel
+    assert {path for path in weights if "__pycache__" not in path} <= in_wheel
+    assert not any(name.startswith(("tests/", "benchmarks/", "docs/")) for name in in_wheel)
+
+    site = tmp_path / "site"
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel, cwd=tmp_path)
+    version = run(site / "bin" / "diffsieve", "--version", cwd=tmp_path, PYTHONPATH=str(site))
+    assert version == f"diffsieve {diffsieve.__version__}\n"
+    used = run(sys.executable, "-c", USE_IT, cwd=tmp_path, PYTHONPATH=str(site)).split()
+    assert used[-2:] == [str(site / "diffsieve" / "__init__.py"), "WanPipeline"]
