@@ -1,0 +1,33 @@
+"""BA-Att: training-free block-sparse attention from block moments (arXiv 2605.19726), with our corrections.
+
+One file per step: `ordering`, `statistics`, `scores`, `selection`; `attention` is the whole call, `calibration` picks
+an order per head, `reference` defines what all of it means.
+"""
+
+from .attention import BAAttInfo, ba_attention
+from .calibration import calibrate_orders, choose_orders
+from .ordering import CANDIDATE_ORDERS, TokenOrders, default_window, gather_tokens, token_orders, undo_order
+from .scores import block_scores, halfk_scores
+from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p
+from .statistics import BlockStatistics, block_statistics
+
+__all__ = [
+    "CANDIDATE_ORDERS",
+    "BAAttInfo",
+    "BlockStatistics",
+    "TokenOrders",
+    "ba_attention",
+    "block_mask",
+    "block_scores",
+    "block_statistics",
+    "calibrate_orders",
+    "choose_orders",
+    "default_window",
+    "gather_tokens",
+    "halfk_scores",
+    "kept_blocks",
+    "select_blocks",
+    "select_blocks_top_p",
+    "token_orders",
+    "undo_order",
+]

@@ -1,0 +1,335 @@
+"""The whole BA-Att call: order, statistics, scores, selection, attention over the kept blocks, order undone.
+
+Shapes: B batch, H query heads, Hkv key heads, L tokens, D channels, N blocks. Text tokens before and after the video
+tokens stay dense: their rows see all keys, their keys are kept by every row as blocks of their own.
+"""
+
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+
+from diffsieve.errors import UserInputError
+
+from ..block_sparse import block_sparse_attention, choose_backend
+from .ordering import Grid, Orders, gather_tokens, token_orders, undo_order
+from .scores import score_blocks
+from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p
+from .statistics import BlockStatistics, block_means, block_statistics
+
+__all__ = ["BAAttInfo", "ba_attention"]
+
+# Logits of (tokens x key blocks) held at a time by the centroid term (256 MiB in fp32).
+_CHUNK = 1 << 26
+
+
+class BAAttInfo(NamedTuple):
+    """What one call computed. Counts are int64 scalars on the device of the inputs (no synchronisation), over B and H.
+
+    Attributes:
+        block_index: int32 (B, H, Nq, K), kept blocks of the ordered video keys per block of ordered video queries.
+        block_count: int32 (B, H, Nq), valid entries of `block_index`; `None` means all K.
+        kept_pairs: pairs of (query block, key block) computed, text blocks included.
+        total_pairs: all such pairs.
+        kept_token_pairs: pairs of (query, key) computed.
+        total_token_pairs: all such pairs.
+        backend: name of the attention backend that ran.
+    """
+
+    block_index: torch.Tensor
+    block_count: torch.Tensor | None
+    kept_pairs: torch.Tensor
+    total_pairs: torch.Tensor
+    kept_token_pairs: torch.Tensor
+    total_token_pairs: torch.Tensor
+    backend: str
+
+
+def ba_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid_thw: Grid | None = None,
+    orders: Orders,
+    density: float,
+    block_size: int = 128,
+    beta: float = 0.5,
+    center_keys: bool = True,
+    log_count: bool = True,
+    descending: bool = True,
+    window: int | None = None,
+    second_order: bool = True,
+    compensate: Literal["none", "centroid"] = "none",
+    score: Literal["moments", "halfk"] = "moments",
+    top_p: float | None = None,
+    min_density: float = 0.0,
+    text_prefix: int = 0,
+    text_suffix: int = 0,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_info: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, BAAttInfo]:
+    """Attend to the key blocks that block moments predict to matter (BA-Att).
+
+    The method of the paper is `orders="norm_sort", descending=False, beta=1.0, center_keys=False, log_count=False`,
+    with `second_order` on in the layers that take its covariance term. Works inside `torch.compile(fullgraph=True)`;
+    with `orders` as a tensor, other values run the same graph. Deterministic on one device, bit for bit.
+
+    NaN in the inputs is not looked for. A row whose query or whose kept keys hold NaN is NaN in the output; a NaN
+    anywhere in a head makes the selection of the rows that it reaches arbitrary, but always valid.
+
+    Args:
+        query: (B, H, L, D) after RoPE, fp32, bf16 or fp16, any strides.
+        key: (B, Hkv, L, D) after RoPE, H a multiple of Hkv.
+        value: (B, Hkv, L, D).
+        grid_thw: (frames, height, width) of the video tokens; `None` allows the orders `raster` and `norm_sort` only.
+        orders: token order, one name for all heads or one id per query head; see `token_orders`.
+        density: share of key blocks that each query block keeps, in (0, 1]: floor(density * N + 1/2), at least 1.
+            Text blocks count; at least one video block is kept beside them.
+        block_size: tokens per block.
+        beta: weight of the second-order term.
+        center_keys: take the mean key out of the second-order term.
+        log_count: add the log of the block's token count to its score.
+        descending: sorts start at the largest norm.
+        window: tokens per sorting window of `hilbert_window`; see `token_orders`.
+        second_order: `False` scores by pooled means alone.
+        compensate: "centroid" adds each skipped block as one key and one value, its means, weighted by its token count.
+        score: "moments" (free) or "halfk" (exact on the key side, 1 / (2 block_size) of dense attention).
+        top_p: keep the fewest blocks whose predicted mass reaches this share, in (0, 1], with `density` as upper and
+            `min_density` as lower bound; `None` keeps the same number everywhere.
+        min_density: lower bound of the share kept with `top_p`, in [0, density].
+        text_prefix: text tokens before the video tokens.
+        text_suffix: text tokens after the video tokens.
+        scale: factor of the logits, default 1 / sqrt(D).
+        backend: backend of `block_sparse_attention`.
+        return_info: also return `BAAttInfo`.
+
+    Returns:
+        (B, H, L, D) in the dtype of `query`, and `BAAttInfo` if asked for.
+
+    Raises:
+        UserInputError: an argument is out of its range or shapes do not fit (not checked while compiling).
+        BackendUnavailableError: the named backend cannot run here.
+    """
+    if not torch.compiler.is_compiling():
+        _check(query, key, value, density, block_size, compensate, score, top_p, min_density, text_prefix, text_suffix)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    num_text = text_prefix + text_suffix
+    video = slice(text_prefix, query.shape[2] - text_suffix)
+    video_query, video_key, video_value = query[:, :, video], key[:, :, video], value[:, :, video]
+
+    order = token_orders(
+        video_query.detach(),
+        video_key.detach(),
+        grid_thw=grid_thw,
+        orders=orders,
+        block_size=block_size,
+        window=window,
+        descending=descending,
+    )
+    q = gather_tokens(video_query, order.query)
+    k, v = gather_tokens(video_key, order.key), gather_tokens(video_value, order.key)
+    query_stats, key_stats = block_statistics(q.detach(), block_size), block_statistics(k.detach(), block_size)
+    scores = score_blocks(
+        score,
+        query_stats,
+        key_stats,
+        k.detach(),
+        block_size,
+        beta=beta,
+        center_keys=center_keys,
+        log_count=log_count or top_p is not None,
+        second_order=second_order,
+        scale=scale,
+    )
+
+    num_text_blocks = -(-num_text // block_size)
+    num_video_blocks = key_stats.size.shape[0]
+    budget = kept_blocks(num_video_blocks + num_text_blocks, density)
+    kept = min(num_video_blocks, max(1, budget - num_text_blocks))
+    block_count = None
+    if top_p is None:
+        block_index = select_blocks(scores, kept)
+    else:
+        floor = kept_blocks(num_video_blocks + num_text_blocks, min_density)
+        fewest = min(kept, max(1, floor - num_text_blocks))
+        block_index, block_count = select_blocks_top_p(scores, top_p, min_blocks=fewest, max_blocks=kept)
+
+    attend = partial(_attend, block_size=block_size, scale=scale, backend=backend)
+    if compensate == "none" and not num_text:
+        out, _ = attend(q, k, v, block_index, block_count, return_lse=False)
+    else:
+        out, lse = attend(q, k, v, block_index, block_count)
+        if compensate == "centroid" and kept < num_video_blocks:
+            kept_mask = block_mask(block_index, block_count, num_video_blocks)
+            out, lse = _add_centroids(out, lse, q, key_stats, block_means(v, block_size), kept_mask, block_size, scale)
+        if num_text:
+            text_key, text_value = (_text_tokens(x, text_prefix, text_suffix) for x in (key, value))
+            every = torch.arange(num_text_blocks, dtype=torch.int32, device=q.device)
+            every = every.expand(*block_index.shape[:3], num_text_blocks).contiguous()
+            out, _ = _merge(out, lse, *attend(q, text_key, text_value, every, None))
+    out = undo_order(out, order.query)
+    if num_text:
+        rows = torch.nn.functional.scaled_dot_product_attention(
+            _text_tokens(query, text_prefix, text_suffix),
+            key,
+            value,
+            scale=scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        out = torch.cat([rows[:, :, :text_prefix], out, rows[:, :, text_prefix:]], dim=2)
+    if not return_info:
+        return out
+    chosen = choose_backend(q, k, block_size=block_size, backend=backend).name
+    return out, _info(block_index, block_count, query_stats, key_stats, query.shape, num_text, block_size, chosen)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_index: torch.Tensor,
+    block_count: torch.Tensor | None,
+    *,
+    block_size: int,
+    scale: float,
+    backend: str,
+    return_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`block_sparse_attention` as a pair; the log-sum-exp is empty if not asked for."""
+    result = block_sparse_attention(
+        query,
+        key,
+        value,
+        block_index,
+        block_count,
+        block_size=block_size,
+        scale=scale,
+        backend=backend,
+        return_lse=return_lse,
+    )
+    return result if isinstance(result, tuple) else (result, query.new_empty(0))
+
+
+def _text_tokens(tokens: torch.Tensor, prefix: int, suffix: int) -> torch.Tensor:
+    length = tokens.shape[2]
+    return torch.cat([tokens[:, :, :prefix], tokens[:, :, length - suffix :]], dim=2)
+
+
+def _merge(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join attention over two disjoint sets of keys; (B, H, L, D) and natural log-sum-exp (B, H, L) of each."""
+    total = torch.logaddexp(lse, other_lse)
+    mixed = out * (lse - total).exp()[..., None] + other * (other_lse - total).exp()[..., None]
+    return mixed.to(out.dtype), total
+
+
+def _add_centroids(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key_stats: BlockStatistics,
+    value_mean: torch.Tensor,
+    kept_mask: torch.Tensor,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add every skipped block as n_g copies of its mean key and mean value, a slice of query blocks at a time."""
+    batch, heads, length, _ = query.shape
+    num_query, num_key = kept_mask.shape[2:]
+    group = heads // value_mean.shape[1]
+    centroid_key, centroid_value = (x.repeat_interleave(group, dim=1) for x in (key_stats.mean, value_mean))
+    blocks_at_once = max(1, _CHUNK // (batch * heads * block_size * num_key))
+    outs, totals = [], []
+    for first in range(0, num_query, blocks_at_once):
+        rows = slice(first * block_size, min(length, (first + blocks_at_once) * block_size))
+        tokens = query[:, :, rows].to(centroid_key.dtype)
+        logits = tokens @ centroid_key.transpose(-1, -2) * scale + key_stats.size.log()
+        skip = kept_mask[:, :, first : first + blocks_at_once].repeat_interleave(block_size, dim=2)
+        logits = logits.masked_fill(skip[:, :, : logits.shape[2]], -torch.inf)
+        total = torch.logaddexp(lse[:, :, rows], logits.logsumexp(dim=-1).to(lse.dtype))
+        weights = (logits - total[..., None]).exp()
+        mixed = out[:, :, rows] * (lse[:, :, rows] - total).exp()[..., None] + weights @ centroid_value
+        outs.append(mixed.to(out.dtype))
+        totals.append(total)
+    return torch.cat(outs, dim=2), torch.cat(totals, dim=2)
+
+
+def _info(
+    block_index: torch.Tensor,
+    block_count: torch.Tensor | None,
+    query_stats: BlockStatistics,
+    key_stats: BlockStatistics,
+    shape: torch.Size,
+    num_text: int,
+    block_size: int,
+    backend: str,
+) -> BAAttInfo:
+    batch, heads, length, _ = shape
+    num_query, num_key, most = block_index.shape[2], key_stats.size.shape[0], block_index.shape[-1]
+    count = torch.full_like(block_index[..., 0], most) if block_count is None else block_count
+    # Only the last block is short, and an ascending list holds it last if at all.
+    last = block_index.gather(-1, (count[..., None] - 1).long().clamp(min=0))[..., 0]
+    missing = num_key * block_size - (length - num_text)
+    tokens = count.long() * block_size - (last == num_key - 1) * missing
+    video_rows, text_blocks = length - num_text, -(-num_text // block_size)
+    kept_tokens = (tokens * query_stats.size.long()).sum() + batch * heads * num_text * (video_rows + length)
+    kept_pairs = count.sum() + batch * heads * text_blocks * (num_query + num_key + text_blocks)
+    total_pairs = batch * heads * (num_query + text_blocks) * (num_key + text_blocks)
+    return BAAttInfo(
+        block_index=block_index,
+        block_count=block_count,
+        kept_pairs=kept_pairs,
+        total_pairs=torch.full_like(kept_pairs, total_pairs),
+        kept_token_pairs=kept_tokens,
+        total_token_pairs=torch.full_like(kept_pairs, batch * heads * length * length),
+        backend=backend,
+    )
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    density: float,
+    block_size: int,
+    compensate: str,
+    score: str,
+    top_p: float | None,
+    min_density: float,
+    text_prefix: int,
+    text_suffix: int,
+) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise UserInputError(f"{name} must have 4 dimensions (B, H, L, D), got shape {tuple(tensor.shape)}")
+        if tensor.device != query.device or tensor.dtype != query.dtype:
+            expected, got = (f"{x.dtype} on {x.device}" for x in (query, tensor))
+            raise UserInputError(f"{name} must be {expected} like query, got {got}")
+    if key.shape != value.shape:
+        raise UserInputError(f"value must have the shape of key {tuple(key.shape)}, got {tuple(value.shape)}")
+    if key.shape[0] != query.shape[0] or query.shape[1] % key.shape[1] or key.shape[2:] != query.shape[2:]:
+        expected = f"({query.shape[0]}, a divisor of {query.shape[1]}, {query.shape[2]}, {query.shape[3]})"
+        raise UserInputError(f"key must have shape {expected}, got {tuple(key.shape)}")
+    if not 0 < density <= 1:
+        raise UserInputError(f"density must be in (0, 1], got {density}")
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise UserInputError(f"block_size must be a positive integer, got {block_size!r}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserInputError(f"top_p must be in (0, 1], got {top_p}")
+    if not 0 <= min_density <= density:
+        raise UserInputError(f"min_density must be in [0, density={density}], got {min_density}")
+    if compensate not in ("none", "centroid"):
+        raise UserInputError(f'compensate must be "none" or "centroid", got {compensate!r}')
+    if score not in ("moments", "halfk"):
+        raise UserInputError(f'score must be "moments" or "halfk", got {score!r}')
+    for name, count in (("text_prefix", text_prefix), ("text_suffix", text_suffix)):
+        if count < 0:
+            raise UserInputError(f"{name} must be at least 0, got {count}")
+    if text_prefix + text_suffix >= query.shape[2]:
+        raise UserInputError(
+            f"text_prefix + text_suffix must be below the number of tokens ({query.shape[2]}), "
+            f"got {text_prefix} + {text_suffix}"
+        )

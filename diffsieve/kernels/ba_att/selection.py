@@ -1,0 +1,73 @@
+"""Step 6 of BA-Att: which key blocks each query block keeps."""
+
+import torch
+
+__all__ = ["block_mask", "kept_blocks", "select_blocks", "select_blocks_top_p"]
+
+
+def kept_blocks(num_blocks: int, density: float) -> int:
+    """Return kappa = max(1, floor(density * N + 1/2)), the key blocks kept of `num_blocks`."""
+    return min(num_blocks, max(1, int(density * num_blocks + 0.5)))
+
+
+def select_blocks(scores: torch.Tensor, kept: int) -> torch.Tensor:
+    """Select the `kept` best key blocks of every row.
+
+    Args:
+        scores: (..., Nk). Equal scores: the lower index wins. NaN counts as the largest, so that a block with NaN is
+            attended to and shows up in the output.
+        kept: blocks to keep, 1..Nk.
+
+    Returns:
+        int32 (..., kept), ascending.
+    """
+    num_blocks = scores.shape[-1]
+    if kept == num_blocks:
+        return torch.arange(num_blocks, dtype=torch.int32, device=scores.device).expand(scores.shape).contiguous()
+    best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :kept]
+    return best.to(torch.int32).sort(dim=-1).values
+
+
+def select_blocks_top_p(
+    scores: torch.Tensor, p: float, *, min_blocks: int = 1, max_blocks: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select, per row, the fewest key blocks whose predicted mass reaches `p`.
+
+    The predicted mass is the softmax of the scores, which should hold the log of the block's token count. It is only
+    roughly calibrated, hence the bounds.
+
+    Args:
+        scores: (..., Nk). Equal scores: the lower index wins.
+        p: mass to reach, in (0, 1]; 1 keeps `max_blocks`.
+        min_blocks: lower bound of the count, at least 1.
+        max_blocks: upper bound of the count, default Nk.
+
+    Returns:
+        index: int32 (..., max_blocks), ascending; entries from `count` on repeat the last block and are to be ignored.
+        count: int32 (...), blocks kept.
+    """
+    num_blocks = scores.shape[-1]
+    max_blocks = num_blocks if max_blocks is None else max_blocks
+    if p >= 1:
+        index = select_blocks(scores, max_blocks)
+        return index, torch.full(scores.shape[:-1], max_blocks, dtype=torch.int32, device=scores.device)
+    ranked = torch.sort(scores, dim=-1, descending=True, stable=True)
+    mass = torch.softmax(ranked.values, dim=-1)
+    before = mass.cumsum(dim=-1) - mass
+    # NaN compares false: such a row keeps min_blocks.
+    count = (before < p).sum(dim=-1).clamp(min_blocks, max_blocks)
+    position = torch.arange(max_blocks, device=scores.device)
+    index = torch.where(position < count[..., None], ranked.indices[..., :max_blocks], num_blocks)
+    index = index.sort(dim=-1).values.clamp(max=num_blocks - 1)
+    return index.to(torch.int32), count.to(torch.int32)
+
+
+def block_mask(block_index: torch.Tensor, block_count: torch.Tensor | None, num_blocks: int) -> torch.Tensor:
+    """Expand kept indices (..., K) and counts (...) to a bool mask (..., num_blocks)."""
+    index = block_index.long()
+    if block_count is not None:
+        position = torch.arange(index.shape[-1], device=index.device)
+        index = torch.where(position < block_count[..., None], index, num_blocks)
+    # One column more takes the ignored entries.
+    mask = torch.zeros((*index.shape[:-1], num_blocks + 1), dtype=torch.bool, device=index.device)
+    return mask.scatter_(-1, index, True)[..., :num_blocks]

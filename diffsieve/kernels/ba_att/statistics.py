@@ -1,0 +1,81 @@
+"""Step 2 of BA-Att: mean and variance of every block of tokens."""
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["BlockStatistics", "block_means", "block_sizes", "block_statistics"]
+
+# Elements of the input that are centred at a time in eager mode: bounds the temporary copy (256 MiB in fp32).
+_CHUNK = 1 << 26
+
+
+class BlockStatistics(NamedTuple):
+    """Moments of the blocks of one tensor; fp32, or fp64 for fp64 input.
+
+    Attributes:
+        mean: (B, H, N, D).
+        variance: (B, H, N, D), per channel, population (divided by the true count).
+        size: (N,) tokens per block; only the last may be below the block size.
+    """
+
+    mean: torch.Tensor
+    variance: torch.Tensor
+    size: torch.Tensor
+
+
+def block_statistics(tokens: torch.Tensor, block_size: int) -> BlockStatistics:
+    """Compute block means and per-channel variances over consecutive blocks of tokens.
+
+    Two passes: the mean is subtracted before squaring, since E[x²] - E[x]² cancels badly under a channel bias.
+
+    Args:
+        tokens: (B, H, L, D), any strides; L need not be a multiple of `block_size`.
+        block_size: tokens per block.
+
+    Returns:
+        `BlockStatistics` of N = ceil(L / block_size) blocks.
+    """
+    mean = block_means(tokens, block_size)
+    heads_at_once = tokens.shape[1]
+    if not torch.compiler.is_compiling():
+        per_head = tokens.shape[0] * tokens.shape[2] * tokens.shape[3]
+        heads_at_once = max(1, _CHUNK // max(1, per_head))
+    variances = [
+        _block_variances(tokens[:, head : head + heads_at_once], mean[:, head : head + heads_at_once], block_size)
+        for head in range(0, tokens.shape[1], heads_at_once)
+    ]
+    variance = variances[0] if len(variances) == 1 else torch.cat(variances, dim=1)
+    return BlockStatistics(mean, variance, block_sizes(tokens.shape[2], block_size, mean))
+
+
+def block_means(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Compute block means, (B, H, N, D) in fp32 (fp64 for fp64 input); `tokens` as in `block_statistics`."""
+    dtype = torch.promote_types(tokens.dtype, torch.float32)
+    whole, tail = split_blocks(tokens, block_size)
+    means = [whole.mean(dim=3, dtype=dtype)]
+    if tail.shape[2]:
+        means.append(tail.mean(dim=2, keepdim=True, dtype=dtype))
+    return means[0] if len(means) == 1 else torch.cat(means, dim=2)
+
+
+def block_sizes(num_tokens: int, block_size: int, like: torch.Tensor) -> torch.Tensor:
+    """Return the number of tokens of each block, (N,) in the dtype and on the device of `like`."""
+    starts = torch.arange(0, num_tokens, block_size, device=like.device)
+    return (num_tokens - starts).clamp(max=block_size).to(like.dtype)
+
+
+def split_blocks(tokens: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split (B, H, L, D) into two views: whole blocks (B, H, L // block_size, block_size, D) and the rest."""
+    num_whole = tokens.shape[2] // block_size
+    whole = tokens[:, :, : num_whole * block_size].unflatten(2, (num_whole, block_size))
+    return whole, tokens[:, :, num_whole * block_size :]
+
+
+def _block_variances(tokens: torch.Tensor, mean: torch.Tensor, block_size: int) -> torch.Tensor:
+    whole, tail = split_blocks(tokens, block_size)
+    num_whole = whole.shape[2]
+    variances = [(whole - mean[:, :, :num_whole, None]).square().mean(dim=3)]
+    if tail.shape[2]:
+        variances.append((tail - mean[:, :, num_whole:]).square().mean(dim=2, keepdim=True))
+    return variances[0] if len(variances) == 1 else torch.cat(variances, dim=2)
