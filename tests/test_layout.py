@@ -57,7 +57,9 @@ def test_imports_between_rooms_go_one_way():
 def test_the_scan_of_imports_sees_a_violation(tmp_path, monkeypatch):
     bad = tmp_path / "diffsieve" / "kernels" / "sub" / "bad.py"
     bad.parent.mkdir(parents=True)
-    bad.write_text("from .. import orders\nfrom ...errors import UserInputError\ndef f():\n    from ...eval import psnr\n")
+    bad.write_text(
+        "from .. import orders\nfrom ...errors import UserInputError\ndef f():\n    from ...eval import psnr\n"
+    )
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "diffsieve")
     assert room_violations(bad) == ["diffsieve/kernels/sub/bad.py imports diffsieve.eval.psnr"]

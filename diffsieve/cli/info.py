@@ -73,5 +73,7 @@ def format_info(result: dict[str, Any]) -> str:
     lines = [f"{'python':14} {result['python']}"]
     lines += [f"{package:14} {found or 'not installed'}" for package, found in result["versions"].items()]
     for entry in result["devices"]:
-        lines.append(f"{entry['device']:14} {entry['name']}, {entry['dtype']}: backend {entry['backend']} ({entry['reason']})")
+        lines.append(
+            f"{entry['device']:14} {entry['name']}, {entry['dtype']}: backend {entry['backend']} ({entry['reason']})"
+        )
     return "\n".join(lines)

@@ -75,7 +75,7 @@ def test_an_error_of_several_lines_is_joined(monkeypatch, capsys):
 
 def test_debug_lets_the_error_through(monkeypatch):
     monkeypatch.setattr(info, "collect", raiser(UserInputError("wrong")))
-    with pytest.raises(UserInputError, match="^wrong$"):
+    with pytest.raises(UserInputError, match=r"^wrong$"):
         main(["info", "--debug"])
 
 
