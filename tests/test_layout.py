@@ -1,6 +1,7 @@
 """Rules on the source tree: imports between rooms go one way, dependencies are declared, no path of one machine."""
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys
@@ -110,6 +111,12 @@ def test_the_api_page_lists_every_public_name():
     page = (ROOT / "docs" / "api.md").read_text()
     listed = re.findall(r"^### `(\w+)", page, re.MULTILINE)
     assert sorted(listed) == sorted(name for name in diffsieve.__all__ if name != "__version__")
+
+
+def test_the_options_page_lists_every_field():
+    page = (ROOT / "docs" / "options.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(listed) == sorted(field.name for field in dataclasses.fields(diffsieve.BAAttConfig))
 
 
 def test_links_between_pages_lead_somewhere():
