@@ -12,13 +12,13 @@ READY := $(VENV)/.ready
 READY_OLDEST := $(VENV_OLDEST)/.ready
 PYTEST := -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help install demo test lint format types pytest test-oldest build constraints clean distclean
+.PHONY: help install demo test lint format tables types pytest test-oldest build constraints clean distclean
 
 help:
 	@echo "make demo         generate one clip dense and sparse with the embedded model, into $(DEMO_OUT)"
 	@echo "make test         lint, types and all tests"
 	@echo "make test-oldest  all tests on the oldest supported versions, in $(VENV_OLDEST)"
-	@echo "make lint | types | pytest | format | build | constraints | clean | distclean"
+	@echo "make lint | types | pytest | format | tables | build | constraints | clean | distclean"
 
 install: $(READY)
 
@@ -30,6 +30,9 @@ test: lint types pytest
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+tables: $(READY)
+	$(VENV)/bin/python docs/write_tables.py
 
 format: $(READY)
 	$(VENV)/bin/ruff check --fix .

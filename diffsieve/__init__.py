@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         SparsitySummary,
         apply_sparse_attention,
         remove_sparse_attention,
+        save_orders,
+        sparse_attention,
         sparsity_summary,
     )
 
@@ -35,6 +37,8 @@ __all__ = [
     "block_sparse_attention",
     "load_pipeline",
     "remove_sparse_attention",
+    "save_orders",
+    "sparse_attention",
     "sparsity_summary",
 ]
 
@@ -50,6 +54,8 @@ _HOMES = {
     "block_sparse_attention": "kernels.block_sparse",
     "load_pipeline": "pipelines.loading",
     "remove_sparse_attention": "processors",
+    "save_orders": "processors",
+    "sparse_attention": "processors",
     "sparsity_summary": "processors",
 }
 

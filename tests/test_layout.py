@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 import re
 import subprocess
 import sys
@@ -117,6 +118,17 @@ def test_the_options_page_lists_every_field():
     page = (ROOT / "docs" / "options.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert sorted(listed) == sorted(field.name for field in dataclasses.fields(diffsieve.BAAttConfig))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/supported-models.md"], ids=["readme", "page"])
+def test_the_generated_tables_are_up_to_date(page):
+    location = importlib.util.spec_from_file_location("write_tables", ROOT / "docs" / "write_tables.py")
+    assert location is not None
+    write_tables = importlib.util.module_from_spec(location)
+    location.loader.exec_module(write_tables)
+    text = (ROOT / page).read_text()
+    assert write_tables.supported_models_table() in text
+    assert text == write_tables.with_tables(text), "run: make tables"
 
 
 def test_links_between_pages_lead_somewhere():

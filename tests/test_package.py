@@ -24,6 +24,8 @@ PUBLIC = [
     "block_sparse_attention",
     "load_pipeline",
     "remove_sparse_attention",
+    "save_orders",
+    "sparse_attention",
     "sparsity_summary",
 ]
 OPTIONAL = ("accelerate", "diffusers", "gradio", "imageio", "lpips", "skimage", "transformers", "triton", "typer")
