@@ -23,7 +23,7 @@ help:
 install: $(READY)
 
 demo: $(READY)
-	$(VENV)/bin/diffsieve compare --model mini-wan --method ba-att --out $(DEMO_OUT) $(DEMO_ARGS)
+	$(VENV)/bin/diffsieve compare --model mini-wan --method ba-att --out $(DEMO_OUT) --overwrite $(DEMO_ARGS)
 
 test: lint types pytest
 
