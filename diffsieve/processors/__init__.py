@@ -1,0 +1,55 @@
+"""Attention processors for diffusers: configs, installing and removing, the warm-up clock, the summary.
+
+`BAAttConfig` needs no diffusers. The first use of any other name imports diffusers and adds `set_attn_processor` and
+`sparsity_summary` to its pipeline base classes.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .config import BAAttConfig
+
+if TYPE_CHECKING:
+    from .ba_att import BAAttProcessor
+    from .families import supported_models
+    from .install import apply_sparse_attention, remove_sparse_attention, sparse_attention
+    from .masks import RecordedMask, recorded_masks
+    from .summary import SparsitySummary, save_orders, sparsity_summary
+
+__all__ = [
+    "BAAttConfig",
+    "BAAttProcessor",
+    "RecordedMask",
+    "SparsitySummary",
+    "apply_sparse_attention",
+    "recorded_masks",
+    "remove_sparse_attention",
+    "save_orders",
+    "sparse_attention",
+    "sparsity_summary",
+    "supported_models",
+]
+
+_HOMES = {
+    "BAAttProcessor": "ba_att",
+    "RecordedMask": "masks",
+    "SparsitySummary": "summary",
+    "apply_sparse_attention": "install",
+    "recorded_masks": "masks",
+    "remove_sparse_attention": "install",
+    "save_orders": "summary",
+    "sparse_attention": "install",
+    "sparsity_summary": "summary",
+    "supported_models": "families",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    if home != "families":
+        import_module(f"{__name__}.install").add_pipeline_methods()
+    globals()[name] = value  # later look-ups do not come here again
+    return value

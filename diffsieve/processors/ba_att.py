@@ -1,0 +1,185 @@
+"""BAAttProcessor: what diffusers calls inside a self-attention layer.
+
+Compiled code reads two bools (`_sparse`, `_calibrating`) that the controller sets before each forward, plus values that
+are the same in all layers and steps: a generation compiles at most three graphs.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import UserInputError
+from ..kernels.ba_att import CANDIDATE_ORDERS, ba_attention, calibrate_orders
+from .calibration import FALLBACK_ORDER
+from .config import BAAttConfig
+from .families import Family, Grid
+from .timing import StageTimer
+
+# Columns of the counters of a layer, int64, added up over the calls of one step.
+COUNTERS = ("kept_pairs", "total_pairs", "kept_token_pairs", "total_token_pairs", "sparse_calls", "dense_calls")
+
+
+class BAAttProcessor:
+    """Attention processor that runs self-attention block-sparse after a dense warm-up.
+
+    Give one to `pipe.set_attn_processor(...)` or `apply_sparse_attention(...)`: every self-attention layer then gets
+    its own copy, bound to the layer's original processor, which keeps doing the dense calls. Cross-attention keeps its
+    processors.
+
+    Args:
+        config: Settings; default `BAAttConfig()`.
+        **options: Fields of `BAAttConfig`, instead of a config.
+
+    Raises:
+        UserInputError: a wrong setting, or both a config and options.
+    """
+
+    def __init__(self, config: BAAttConfig | None = None, **options: Any) -> None:
+        if config is not None and not isinstance(config, BAAttConfig):
+            raise UserInputError(f"config must be a BAAttConfig, got {type(config).__name__}")
+        if config is not None and options:
+            raise UserInputError(f"give a config or options, not both (got a config and {', '.join(options)})")
+        self.config = BAAttConfig.from_dict(options) if config is None else config
+        self._original: Any = None
+        self._family: Family | None = None
+        self._sparse = False
+        self._calibrating = False
+        self._record = False
+        self._grid: Grid = (0, 0, 0)
+        self._selection: dict[str, Any] = {}
+        self._attention: dict[str, Any] = {}
+        # Updated in place: no wait for the device, and no new graph under torch.compile.
+        self._counters = torch.zeros(len(COUNTERS), dtype=torch.int64)
+        self._dense_counts = torch.zeros(len(COUNTERS), dtype=torch.int64)
+        self._recall = torch.zeros(0)
+        self._orders: torch.Tensor | None = None
+        self._timer: StageTimer | None = None
+        self._mask: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._backend: str | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config!r})"
+
+    # diffusers writes these two on whatever processor it finds. Dense calls go to the original, so it must have them.
+    @property
+    def _attention_backend(self) -> Any:
+        return getattr(self._original, "_attention_backend", None)
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: Any) -> None:
+        if self._original is not None:
+            self._original._attention_backend = backend
+
+    @property
+    def _parallel_config(self) -> Any:
+        return getattr(self._original, "_parallel_config", None)
+
+    @_parallel_config.setter
+    def _parallel_config(self, config: Any) -> None:
+        if self._original is not None:
+            self._original._parallel_config = config
+
+    @torch.inference_mode(False)  # tensors made inside inference mode could not be updated outside it later
+    def bind(
+        self,
+        original: Any,
+        family: Family,
+        *,
+        heads: int,
+        orders: tuple[int, ...] | None,
+        second_order: bool,
+        record: bool,
+    ) -> "BAAttProcessor":
+        """Return a copy for one layer.
+
+        Args:
+            original: The processor that the layer has now; it runs the dense calls.
+            family: Adapter of the model.
+            heads: Heads of the layer.
+            orders: Order ids of the heads where the config brings a table.
+            second_order: Whether this layer's block scores use the second-order term.
+            record: Whether to keep the layer's last block mask.
+        """
+        config = self.config
+        bound = type(self)(config)
+        bound._original, bound._family, bound._record = original, family, record
+        if config.calibrates:
+            orders = (CANDIDATE_ORDERS.index(FALLBACK_ORDER),) * heads
+            bound._recall = torch.zeros(heads, len(CANDIDATE_ORDERS) + 1)
+        if orders is not None:
+            bound._orders = torch.tensor(orders)
+        prefix, suffix = family.text_tokens
+        bound._selection = {
+            "density": config.kept,
+            "block_size": config.block_size,
+            "beta": config.beta,
+            "center_keys": config.center_keys,
+            "log_count": config.log_count,
+            "descending": config.descending,
+            "window": config.window,
+            "second_order": second_order,
+            "score": config.score,
+            "text_prefix": prefix,
+            "text_suffix": suffix,
+        }
+        bound._attention = {
+            "top_p": config.top_p,
+            "min_density": config.min_density,
+            "compensate": config.compensate,
+            "backend": config.backend,
+        }
+        return bound
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Attend; hidden states (B, L, C) in and out, in the dtype of the input."""
+        if self._family is None:
+            raise UserInputError(
+                "BAAttProcessor cannot be set on a transformer directly: it needs to know the layer, the step and the "
+                "token grid. Write pipe.set_attn_processor(BAAttProcessor()), or apply_sparse_attention(transformer)"
+            )
+        # A mask excludes single pairs, which whole blocks cannot.
+        if self._sparse and attention_mask is None and encoder_hidden_states is None:
+            return self._attend_sparse(self._family, attn, hidden_states, rotary_emb)
+        output = self._original(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+        if self._calibrating and attention_mask is None:
+            self._calibrate(self._family, attn, hidden_states, rotary_emb)
+        self._counters.add_(self._dense_counts)
+        return output
+
+    def _attend_sparse(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
+        query, key, value = (x.transpose(1, 2) for x in family.project(attn, hidden_states, rotary_emb))
+        timing: dict[str, Any] = {}
+        if self._timer is not None and not torch.compiler.is_compiling():
+            timing["timer"] = self._timer.stage
+        attended, info = ba_attention(
+            query,
+            key,
+            value,
+            grid_thw=self._grid,
+            orders=self.config.order if self._orders is None else self._orders,
+            return_info=True,
+            **self._selection,
+            **self._attention,
+            **timing,
+        )
+        pairs = torch.stack([info.kept_pairs, info.total_pairs, info.kept_token_pairs, info.total_token_pairs])
+        self._counters.add_(F.pad(F.pad(pairs, (0, 1), value=1), (0, 1)).to(self._counters.device))
+        if self._record:
+            self._mask = (info.block_index, info.block_count)
+        self._backend = info.backend
+        return family.output(attn, attended.transpose(1, 2))
+
+    @torch.no_grad()
+    def _calibrate(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> None:
+        query, key, _ = (x.transpose(1, 2) for x in family.project(attn, hidden_states, rotary_emb))
+        recall = calibrate_orders(query, key, grid_thw=self._grid, **self._selection)
+        # The last column counts the calls, so that the mean over the branches of guidance needs no other state.
+        self._recall.add_(F.pad(recall, (0, 1), value=1.0).to(self._recall.device))

@@ -1,0 +1,132 @@
+"""The table (layer, head) -> token order: chosen from recalls, read from a dict or file, written to a file."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UserInputError
+from ..kernels.ba_att import CANDIDATE_ORDERS, choose_orders
+
+# Used where nothing could be measured: no warm-up, or a layer that the calibrating step skipped.
+FALLBACK_ORDER = "frame_hilbert"
+
+_FORMAT = "diffsieve-orders"
+_VERSION = 1
+
+LayerOrders = dict[str, tuple[int, ...]]
+
+
+def choose_all_orders(recall: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the order of every head from the sums of its calibrating calls.
+
+    Args:
+        recall: (layers, H, C + 1), recalls of the C candidates summed over the calls, then the number of calls.
+
+    Returns:
+        (layers, H) int64 order ids; (layers,) bool, True where the layer was measured. Unmeasured layers get the
+        fallback order.
+    """
+    layers, heads, _ = recall.shape
+    calls = recall[..., -1:]
+    chosen = choose_orders((recall[..., :-1] / calls.clamp(min=1)).flatten(0, 1)).view(layers, heads)
+    measured = calls[:, 0, 0] > 0
+    fallback = torch.full_like(chosen, CANDIDATE_ORDERS.index(FALLBACK_ORDER))
+    return torch.where(measured[:, None], chosen, fallback), measured
+
+
+def order_names(ids: Sequence[int]) -> tuple[str, ...]:
+    """Return the names of order ids."""
+    return tuple(CANDIDATE_ORDERS[i] for i in ids)
+
+
+def read_orders(source: str | PathLike[str] | Mapping[str, Any], transformer: str) -> Mapping[str, Any]:
+    """Return the raw table (layer -> orders of its heads) of one transformer from `BAAttConfig.orders`.
+
+    Args:
+        source: Path of a file from `save_orders`; or a dict, (layer -> orders), or (transformer -> layer -> orders).
+        transformer: Name of the transformer, "transformer" or "transformer_2".
+
+    Raises:
+        UserInputError: no such file, not such a file, or no table for this transformer.
+    """
+    if isinstance(source, Mapping):
+        tables = source if all(isinstance(value, Mapping) for value in source.values()) else {"transformer": source}
+    else:
+        tables = _read_file(fspath(source))
+    if not isinstance(tables.get(transformer), Mapping):
+        raise UserInputError(f"orders must have a table for {transformer}, got {', '.join(map(str, tables)) or 'none'}")
+    return tables[transformer]
+
+
+def check_orders(table: Mapping[str, Any], layers: Mapping[str, int], optional: set[str]) -> LayerOrders:
+    """Validate a raw table against a model and return it with order ids.
+
+    Args:
+        table: (layer -> order names or ids of its heads). A layer is a name such as "blocks.3", or its number.
+        layers: Number of heads by layer name.
+        optional: Layers that may be missing (they always run dense).
+
+    Raises:
+        UserInputError: unknown or missing layer, wrong number of heads, unknown order.
+    """
+    named = {f"blocks.{key}" if str(key).isdigit() else str(key): orders for key, orders in table.items()}
+    unknown = [name for name in named if name not in layers]
+    if unknown:
+        raise UserInputError(f"orders has a layer {unknown[0]!r} that the model does not have")
+    missing = [name for name in layers if name not in named and name not in optional]
+    if missing:
+        raise UserInputError(f"orders must have an entry for every sparse layer, got none for {missing[0]!r}")
+    return {name: _check_heads(name, orders, layers[name]) for name, orders in named.items()}
+
+
+def write_orders(path: str | PathLike[str], tables: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+    """Write (transformer -> layer -> order names) as JSON, whole or not at all.
+
+    Raises:
+        OSError: the folder does not exist or cannot be written.
+    """
+    target = Path(path)
+    content = {"format": _FORMAT, "version": _VERSION, "transformers": tables}
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_file(path: str) -> Mapping[str, Any]:
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserInputError(f"orders: no such file: {path}") from None
+    except (OSError, ValueError) as error:
+        raise UserInputError(f"orders: cannot read {path} as JSON: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
+        raise UserInputError(f"orders: {path} must be a file written by save_orders (version {_VERSION})")
+    tables = content.get("transformers")
+    if not isinstance(tables, dict):
+        raise UserInputError(f"orders: {path} holds no tables")
+    return tables
+
+
+def _check_heads(layer: str, orders: Any, heads: int) -> tuple[int, ...]:
+    if isinstance(orders, str) or not isinstance(orders, Sequence) or len(orders) != heads:
+        got = f"{len(orders)} entries" if isinstance(orders, Sequence) and not isinstance(orders, str) else repr(orders)
+        raise UserInputError(f"orders of {layer} must be a list with one entry per head ({heads}), got {got}")
+    ids = []
+    for order in orders:
+        if order in CANDIDATE_ORDERS:
+            ids.append(CANDIDATE_ORDERS.index(order))
+        elif isinstance(order, int) and not isinstance(order, bool) and 0 <= order < len(CANDIDATE_ORDERS):
+            ids.append(order)
+        else:
+            raise UserInputError(
+                f"orders of {layer} must be names out of {', '.join(CANDIDATE_ORDERS)} or their numbers, got {order!r}"
+            )
+    return tuple(ids)

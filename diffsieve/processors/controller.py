@@ -1,0 +1,248 @@
+"""The eager side of one transformer: sees every forward, asks the clock, sets the flags that the processors read."""
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UserInputError
+from .ba_att import BAAttProcessor
+from .calibration import choose_all_orders
+from .clock import StepClock
+from .config import BAAttConfig
+from .families import Family, Grid
+from .mailbox import ContextMailbox
+from .timing import StageTimer
+from .warmup import Warmup
+
+logger = logging.getLogger(__name__)
+
+WARMUP = "warm-up"
+CALIBRATION = "calibration after the warm-up"
+DENSE_LAYER = "dense layer"
+TEXT = "text in the sequence"
+MASK = "attention mask"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One self-attention layer under control.
+
+    Attributes:
+        name: Name within the transformer, such as "blocks.3".
+        attn: The attention module.
+        original: The processor that the module had before.
+        processor: The processor that it has now.
+        always_dense: Whether the config keeps this layer dense.
+    """
+
+    name: str
+    attn: Any
+    original: Any
+    processor: BAAttProcessor
+    always_dense: bool
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one transformer did in one step.
+
+    Attributes:
+        step: Step of the generation, from 0.
+        reasons: Per layer, why it was to run dense, or None.
+        counters: int64 (layers, len(COUNTERS)), on the device of the run.
+    """
+
+    step: int
+    reasons: tuple[str | None, ...]
+    counters: torch.Tensor
+
+
+class SparseController:
+    """Runs the layers of one transformer: dense, dense and calibrating, or sparse, step by step."""
+
+    def __init__(
+        self,
+        name: str,
+        transformer: nn.Module,
+        family: Family,
+        layers: list[Layer],
+        config: BAAttConfig,
+        clock: StepClock,
+        mailbox: ContextMailbox,
+        orders: dict[str, tuple[int, ...]] | None,
+    ) -> None:
+        """Args: name: of the transformer in its pipeline; orders: checked table of the config, None if it has none."""
+        self.name, self.transformer, self.family, self.layers = name, transformer, family, layers
+        self.config, self.clock, self.mailbox, self.orders = config, clock, mailbox, orders
+        self.generation = 0
+        self.warmup_too_long = False
+        self.measured: torch.Tensor | None = None  # (layers,) bool: which layers the calibration reached
+        self.chosen: torch.Tensor | None = None  # (layers, H) order ids from the calibration of this generation
+        self._warmup = Warmup(config)
+        self._records: list[StepRecord] = []
+        self._step = -1
+        self._shape: tuple[Grid, int, torch.device] | None = None
+        self._dense_reason: str | None = None
+        self._calibrating = False
+        self._reasons: tuple[str | None, ...] = ()
+        self._timer: StageTimer | None = None
+        # Compiled callers must not trace this: it reads Python state that changes every step.
+        self._handle = transformer.register_forward_pre_hook(torch.compiler.disable(self._hook()), with_kwargs=True)
+
+    def remove(self) -> None:
+        """Detach from the transformer and give every layer its own processor back."""
+        self._handle.remove()
+        self.mailbox.remove()
+        for layer in self.layers:
+            if layer.attn.processor is layer.processor:
+                layer.attn.set_processor(layer.original)
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """Records of the present generation, the running step included."""
+        return [*self._records, self._running_record()] if self._step >= 0 else []
+
+    @property
+    def timer(self) -> StageTimer | None:
+        """The timer of the present generation, None where nothing is measured."""
+        return self._timer
+
+    @property
+    def shape(self) -> tuple[Grid, int, torch.device] | None:
+        """(token grid, batch, device) of the latest forward."""
+        return self._shape
+
+    def _hook(self) -> Any:
+        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            named = dict(zip(("hidden_states", "timestep"), args, strict=False)) | kwargs
+            self._before_forward(named["hidden_states"], named.get("timestep"))
+
+        return before_forward
+
+    def _before_forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor | None) -> None:
+        if getattr(self.transformer, "_parallel_config", None) is not None:
+            raise UserInputError(PARALLEL_MESSAGE)
+        self.clock.tick(self.name, self.mailbox.context, timestep)
+        shape = (self.family.grid(self.transformer, hidden_states), hidden_states.shape[0], hidden_states.device)
+        if self._shape is None or shape != self._shape:
+            self._prepare(*shape)
+        new_generation = self.clock.generation != self.generation
+        if new_generation:
+            self._start_generation(hidden_states.device)
+        new_step = new_generation or self.clock.step != self._step
+        if new_step:
+            self._start_step()
+        if new_step or shape != self._shape:
+            self._shape = shape
+            self._set_flags()
+
+    def _start_generation(self, device: torch.device) -> None:
+        self.generation = self.clock.generation
+        self._records, self._step = [], -1
+        self.measured = self.chosen = None
+        measure = device.type == "cpu" or (device.type == "cuda" and self.config.measure_time)
+        self._timer = StageTimer(device) if measure else None
+        for layer in self.layers:
+            layer.processor._timer, layer.processor._backend = self._timer, None
+            layer.processor._counters.zero_()
+            layer.processor._recall.zero_()
+        steps = self.clock.num_steps
+        self.warmup_too_long = steps is not None and self._warmup.steps(self.clock) >= steps
+        if self.warmup_too_long:
+            logger.warning(
+                "warmup_steps=%s covers all %s steps: the whole generation runs dense", self.config.warmup_steps, steps
+            )
+
+    def _start_step(self) -> None:
+        if self._step >= 0:
+            self._records.append(self._running_record())
+            for layer in self.layers:
+                layer.processor._counters.zero_()
+        first_step = self._step < 0
+        self._step = self.clock.step
+        self._dense_reason, self._calibrating = self._plan(first_step)
+        if self._calibrating:
+            for layer in self.layers:
+                layer.processor._recall.zero_()
+        elif self._dense_reason is None and self.config.calibrates and self.chosen is None:
+            self._choose_orders()
+
+    def _plan(self, first_step: bool) -> tuple[str | None, bool]:
+        """Return (why the whole step is dense or None, whether it calibrates)."""
+        step, steps = self._step, self.clock.num_steps
+        warm = self._warmup.covers(self.clock, step)
+        if warm is None:
+            raise UserInputError(
+                "warmup_until_sigma and warmup_until_timestep need the noise level of the step, which this transformer "
+                "does not learn: write apply_sparse_attention(pipe, config) for the whole pipeline"
+            )
+        if warm:
+            last = steps is not None and step + 1 >= steps
+            # Where the next step is unknown, this one may be the last of the warm-up.
+            return WARMUP, self.config.calibrates and not last and self._warmup.covers(self.clock, step + 1) is not True
+        # The second transformer of Wan 2.2 takes over after the warm-up: its first step calibrates it.
+        if self.config.calibrates and first_step and self._warmup.covers(self.clock, 0):
+            return CALIBRATION, True
+        return None, False
+
+    def _choose_orders(self) -> None:
+        recall = torch.stack([layer.processor._recall for layer in self.layers])
+        # The only wait for the device in a generation; NaN would choose silently and show in every later step.
+        if torch.isnan(recall).any():
+            bad = [layer.name for layer, sums in zip(self.layers, recall, strict=True) if torch.isnan(sums).any()]
+            raise UserInputError(
+                f"attention inputs must be finite, got NaN in {self.name}.{bad[0]} (step {self._step - 1}); the dense "
+                "model produces NaN there too"
+            )
+        self.chosen, self.measured = choose_all_orders(recall)
+        for layer, orders in zip(self.layers, self.chosen, strict=True):
+            assert layer.processor._orders is not None
+            layer.processor._orders.copy_(orders)
+
+    def _set_flags(self) -> None:
+        assert self._shape is not None
+        grid, _, device = self._shape
+        tokens = math.prod(grid) + self.family.num_text
+        shortest = self.config.min_tokens_on(device.type)
+        reason = self._dense_reason
+        if tokens < shortest:
+            reason = f"short sequence ({tokens:,} < {shortest:,} tokens)"
+        elif self.config.text == "dense" and self.family.num_text:
+            reason = TEXT
+        self._reasons = tuple(reason or (DENSE_LAYER if layer.always_dense else None) for layer in self.layers)
+        calibrating = self._calibrating and reason == self._dense_reason
+        for layer, why in zip(self.layers, self._reasons, strict=True):
+            layer.processor._sparse = why is None
+            layer.processor._calibrating = calibrating and not layer.always_dense
+
+    @torch.inference_mode(False)  # tensors made inside inference mode could not be updated outside it later
+    def _prepare(self, grid: Grid, batch: int, device: torch.device) -> None:
+        """Give the layers their tensors for a shape; existing counts stay."""
+        tokens = math.prod(grid) + self.family.num_text
+        block_pairs = _num_blocks(math.prod(grid), self.family.num_text, self.config.block_size) ** 2
+        for layer in self.layers:
+            processor, heads = layer.processor, layer.attn.heads
+            pairs, token_pairs = (batch * heads * count for count in (block_pairs, tokens * tokens))
+            processor._grid = grid
+            processor._dense_counts = torch.tensor([pairs, pairs, token_pairs, token_pairs, 0, 1], device=device)
+            processor._counters = processor._counters.to(device)
+            processor._recall = processor._recall.to(device)
+            if processor._orders is not None:
+                processor._orders = processor._orders.to(device)
+
+    def _running_record(self) -> StepRecord:
+        return StepRecord(self._step, self._reasons, torch.stack([layer.processor._counters for layer in self.layers]))
+
+
+PARALLEL_MESSAGE = (
+    "sparse attention does not support parallelism inside a model yet (context or tensor parallel): remove it with "
+    "remove_sparse_attention(pipe), or load the model without a parallel_config"
+)
+
+
+def _num_blocks(video_tokens: int, text_tokens: int, block_size: int) -> int:
+    return -(-video_tokens // block_size) + -(-text_tokens // block_size)

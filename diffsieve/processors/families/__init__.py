@@ -1,0 +1,78 @@
+"""Adapters to the transformer families of diffusers: one small file each, found by the attributes of the model."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import wan
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the processors need to know about one family of transformers.
+
+    Attributes:
+        name: Short name.
+        models: Transformer classes that the tests run; copies with the same attributes match too.
+        pipelines: Pipelines that the tests run.
+        is_self_attention: Whether an attention module is a self-attention layer of this family.
+        grid: (transformer, hidden_states) -> (frames, height, width) of the token grid.
+        project: (attn, hidden_states, rotary_emb) -> query, key, value, each (B, L, H, D), position encoding applied.
+        output: (attn, attended (B, L, H, D)) -> hidden states (B, L, C).
+        text_tokens: (prefix, suffix) counts of text tokens around the video tokens of the sequence.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    pipelines: tuple[str, ...]
+    is_self_attention: Callable[[nn.Module], bool]
+    grid: Callable[[nn.Module, torch.Tensor], Grid]
+    project: Callable[[Any, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    output: Callable[[Any, torch.Tensor], torch.Tensor]
+    text_tokens: tuple[int, int] = (0, 0)
+
+    @property
+    def num_text(self) -> int:
+        """Text tokens in the sequence."""
+        return self.text_tokens[0] + self.text_tokens[1]
+
+
+FAMILIES: dict[str, Family] = {
+    "wan": Family(
+        name="wan",
+        models=("WanTransformer3DModel", "WanVACETransformer3DModel"),
+        pipelines=("WanPipeline", "WanImageToVideoPipeline", "WanVideoToVideoPipeline", "WanVACEPipeline"),
+        is_self_attention=wan.is_self_attention,
+        grid=wan.grid,
+        project=wan.project,
+        output=wan.output,
+    ),
+}
+
+
+def self_attention_layers(transformer: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of the self-attention layers of a transformer, in module order."""
+    for name, module in transformer.named_modules():
+        if family.is_self_attention(module):
+            yield name, module
+
+
+def find_family(transformer: nn.Module) -> Family | None:
+    """Return the family whose adapter fits a transformer, or None."""
+    for family in FAMILIES.values():
+        if next(self_attention_layers(transformer, family), None) is not None:
+            return family
+    return None
+
+
+def supported_models() -> list[dict[str, str]]:
+    """Return the table of supported models: one row per family, for the documentation and for error messages."""
+    return [
+        {"family": family.name, "transformers": ", ".join(family.models), "pipelines": ", ".join(family.pipelines)}
+        for family in FAMILIES.values()
+    ]
