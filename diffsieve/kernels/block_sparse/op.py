@@ -1,0 +1,317 @@
+"""`block_sparse_attention`: validation, choice of the backend, and the custom op with its gradient."""
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import BackendUnavailableError, UserInputError
+
+BACKENDS = ("auto", "reference", "torch", "triton")
+
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TRITON_MAX_DIM = 256
+_USE_TORCH = 'use backend="torch" or "auto"'
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """A backend and the reason for it.
+
+    Args:
+        name: "reference", "torch" or "triton".
+        reason: one line for a person.
+    """
+
+    name: str
+    reason: str
+
+
+def block_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_index: Tensor,
+    block_count: Tensor | None = None,
+    *,
+    block_size: int,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each block of queries over its list of key blocks, renormalised over what is kept.
+
+    Differentiable once in query, key and value, through the output and the log-sum-exp. Works inside
+    `torch.compile(fullgraph=True)`. Lists on the CPU are checked entry by entry; on other devices that would stall
+    the stream, so out-of-range entries are clamped there (nothing outside the tensors is read) and lists that are
+    not ascending give undefined values.
+
+    Args:
+        query: `(B, H, Lq, D)`, floating point, any strides.
+        key, value: `(B, Hkv, Lk, D)`, `H % Hkv == 0`; query head h reads key head `h // (H // Hkv)`.
+        block_index: `(B, H, Nq, K)` int32 with `Nq = ceil(Lq / block_size)`: key blocks kept by each query block,
+            strictly ascending, in [0, ceil(Lk / block_size)).
+        block_count: `(B, H, Nq)` int32 in [0, K], entries past it are ignored; None for all K. A query block with
+            count 0 gives output 0 and log-sum-exp -inf.
+        block_size: tokens per block, of queries and keys alike; the last block may be short.
+        scale: factor of the logits, > 0; `1 / sqrt(D)` by default.
+        backend: one of `BACKENDS`; "auto" is what `choose_backend` says. A named backend is never replaced.
+        return_lse: also return the log-sum-exp of the logits.
+
+    Returns:
+        `(B, H, Lq, D)` in the dtype and memory order of `query`; with `return_lse` also `(B, H, Lq)`, natural
+        logarithm, in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        UserInputError: an argument has a wrong type, shape, dtype, device or range.
+        BackendUnavailableError: the named backend cannot run these inputs here.
+    """
+    if not torch.compiler.is_compiling():
+        _validate(query, key, value, block_index, block_count, block_size, scale, backend)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    out, lse = torch.ops.diffsieve.block_sparse_attention(
+        query, key, value, block_index, block_count, block_size, float(scale), backend, return_lse
+    )
+    return (out, lse) if return_lse else out
+
+
+def choose_backend(query: Tensor, key: Tensor, *, block_size: int, backend: str = "auto") -> BackendChoice:
+    """Which backend `block_sparse_attention` runs for such inputs, and why.
+
+    Args:
+        query, key: as in `block_sparse_attention`.
+        block_size: tokens per block.
+        backend: one of `BACKENDS`.
+
+    Raises:
+        UserInputError: `backend` is unknown.
+        BackendUnavailableError: the named backend cannot run; the message says why and what to do.
+    """
+    if backend not in BACKENDS:
+        raise UserInputError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend in ("reference", "torch"):
+        return BackendChoice(backend, "asked for by name")
+    obstacle = _triton_obstacle(query, key, block_size)
+    if backend == "triton":
+        if obstacle is not None:
+            raise BackendUnavailableError(f'backend="triton" {obstacle}')
+        return BackendChoice("triton", "asked for by name")
+    if obstacle is not None:
+        return BackendChoice("torch", f"triton {obstacle.split(';')[0]}")
+    if not query.is_cuda:
+        return BackendChoice("torch", "the Triton interpreter is for tests: it runs only when asked for by name")
+    if query.dtype == torch.float32:
+        return BackendChoice(
+            "torch", "fp32 has no tensor cores to gain from: triton runs it only when asked for by name"
+        )
+    major, minor = torch.cuda.get_device_capability(query.device)
+    return BackendChoice("triton", f"CUDA GPU sm_{major}{minor}, {_name(query.dtype)}, D {query.shape[-1]}")
+
+
+def _triton_obstacle(query: Tensor, key: Tensor, block_size: int) -> str | None:
+    """Why the Triton kernel cannot run these inputs, as "reason; what to do", or None."""
+    if query.device.type not in ("cuda", "cpu") or torch.version.hip is not None:
+        device = "ROCm" if torch.version.hip is not None else query.device.type
+        return f"needs an NVIDIA GPU, got {device} tensors; {_USE_TORCH}"
+    if importlib.util.find_spec("triton") is None:
+        return f"needs the package triton, which is not installed; pip install triton, or {_USE_TORCH}"
+    if query.dtype not in _TRITON_DTYPES:
+        names = ", ".join(_name(dtype) for dtype in _TRITON_DTYPES)
+        return f"needs dtype {names}, got {_name(query.dtype)}; cast the inputs, or {_USE_TORCH}"
+    if query.shape[-1] > _TRITON_MAX_DIM:
+        return f"needs a head dimension D <= {_TRITON_MAX_DIM}, got {query.shape[-1]}; {_USE_TORCH}"
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"needs a block_size that is a power of two, at least 16, got {block_size}; choose one, or {_USE_TORCH}"
+    if query.is_cuda:
+        capability = torch.cuda.get_device_capability(query.device)
+        if capability < (8, 0):
+            return f"needs a GPU of compute capability 8.0 or later, got {capability[0]}.{capability[1]}; {_USE_TORCH}"
+        return None
+    from .triton_backend import is_interpreted
+
+    if not is_interpreted():
+        return f"needs a CUDA GPU, got cpu tensors; move them, or {_USE_TORCH}"
+    if query.dtype == torch.bfloat16:
+        return f"has no bfloat16 products in the Triton interpreter; use float16 there, or {_USE_TORCH}"
+    return None
+
+
+def _validate(
+    query: Any,
+    key: Any,
+    value: Any,
+    block_index: Any,
+    block_count: Any,
+    block_size: Any,
+    scale: Any,
+    backend: Any,
+) -> None:
+    """Raise a `UserInputError` that names the argument, what was expected and what came."""
+    for name, x in (("query", query), ("key", key), ("value", value), ("block_index", block_index)):
+        _require(isinstance(x, Tensor), name, "a tensor", type(x).__name__)
+        _require(x.ndim == 4, name, "4-dimensional", tuple(x.shape))
+        _require(x.numel() > 0, name, "not empty", tuple(x.shape))
+    _require(type(block_size) is int and block_size >= 1, "block_size", "an int >= 1", block_size)
+    _require(backend in BACKENDS, "backend", f"one of {', '.join(BACKENDS)}", repr(backend))
+    if scale is not None:
+        number = isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0
+        _require(number, "scale", "a finite number > 0 or None", scale)
+
+    batch, heads, len_q, dim = query.shape
+    kv_heads, len_k = key.shape[1:3]
+    _require(query.dtype.is_floating_point, "query", "floating point", query.dtype)
+    _require(key.shape[0] == batch, "key", f"of batch size {batch} like query", key.shape[0])
+    _require(key.shape[3] == dim, "key", f"of head dimension {dim} like query", key.shape[3])
+    _require(heads % kv_heads == 0, "key", f"of a number of heads that divides {heads}", kv_heads)
+    _require(value.shape == key.shape, "value", f"of shape {tuple(key.shape)} like key", tuple(value.shape))
+    for name, x in (("key", key), ("value", value)):
+        _require(x.dtype == query.dtype, name, f"{_name(query.dtype)} like query", _name(x.dtype))
+
+    n_q, n_k = -(-len_q // block_size), -(-len_k // block_size)
+    _require(block_index.shape[:3] == (batch, heads, n_q), "block_index",
+             f"of shape ({batch}, {heads}, {n_q}, K)", tuple(block_index.shape))  # fmt: skip
+    lists = [("block_index", block_index)]
+    if block_count is not None:
+        _require(isinstance(block_count, Tensor), "block_count", "a tensor or None", type(block_count).__name__)
+        shape = (batch, heads, n_q)
+        _require(block_count.shape == shape, "block_count", f"of shape {shape}", tuple(block_count.shape))
+        lists.append(("block_count", block_count))
+    for name, x in lists:
+        _require(x.dtype == torch.int32, name, "int32", _name(x.dtype))
+    for name, x in [("key", key), ("value", value), *lists]:
+        _require(x.device == query.device, name, f"on {query.device} like query", x.device)
+    if query.device.type == "cpu":
+        _validate_lists(block_index, block_count, n_k)
+
+
+def _validate_lists(block_index: Tensor, block_count: Tensor | None, n_k: int) -> None:
+    width = block_index.shape[-1]
+    index = block_index
+    if block_count is not None:
+        low, high = int(block_count.min()), int(block_count.max())
+        _require(low >= 0 and high <= width, "block_count", f"in [0, {width}]", f"values from {low} to {high}")
+        # Entries past the count are ignored: let them continue the ascent, out of the way of both checks.
+        listed = torch.arange(width) < block_count[..., None]
+        first, index = index[listed], torch.where(listed, index, n_k + torch.arange(width, dtype=torch.int32))
+    else:
+        first = index
+    if first.numel():
+        low, high = int(first.min()), int(first.max())
+        _require(low >= 0 and high < n_k, "block_index", f"in [0, {n_k - 1}]", f"values from {low} to {high}")
+    ascending = bool((index[..., 1:] > index[..., :-1]).all())
+    _require(ascending, "block_index", "strictly ascending in each list", "a list that is not")
+
+
+def _require(condition: bool, name: str, expected: str, got: object) -> None:
+    if not condition:
+        raise UserInputError(f"{name} must be {expected}, got {got}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.library.custom_op("diffsieve::block_sparse_attention", mutates_args=())
+def _attention_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_index: Tensor,
+    block_count: Tensor | None,
+    block_size: int,
+    scale: float,
+    backend: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; the latter is an empty tensor unless asked for."""
+    choice = choose_backend(query, key, block_size=block_size, backend=backend)
+    inputs = (query, key, value, block_index, block_count)
+    if choice.name == "triton":
+        from .triton_backend import block_sparse_attention_triton
+
+        out, lse = block_sparse_attention_triton(*inputs, block_size=block_size, scale=scale, return_lse=return_lse)
+    elif choice.name == "torch":
+        from .torch_backend import block_sparse_attention_torch
+
+        out, lse = block_sparse_attention_torch(*inputs, block_size=block_size, scale=scale, return_lse=return_lse)
+    else:
+        from .reference import block_sparse_attention_reference
+
+        result, lse = block_sparse_attention_reference(*inputs, block_size=block_size, scale=scale)
+        out = torch.empty_like(query).copy_(result)
+    if lse is None or not return_lse:
+        lse = query.new_empty((0,), dtype=_lse_dtype(query))
+    return out, lse
+
+
+@_attention_op.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_index: Tensor,
+    block_count: Tensor | None,
+    block_size: int,
+    scale: float,
+    backend: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    shape = query.shape[:3] if return_lse else (0,)
+    return torch.empty_like(query), query.new_empty(shape, dtype=_lse_dtype(query))
+
+
+@torch.library.custom_op("diffsieve::block_sparse_attention_backward", mutates_args=())
+def _attention_backward_op(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_index: Tensor,
+    block_count: Tensor | None,
+    block_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .torch_backend import block_sparse_attention_torch_backward
+
+    return block_sparse_attention_torch_backward(
+        grad_out, grad_lse, query, key, value, block_index, block_count, block_size=block_size, scale=scale
+    )
+
+
+@_attention_backward_op.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_index: Tensor,
+    block_count: Tensor | None,
+    block_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, block_index, block_count, ctx.block_size, ctx.scale, _, ctx.return_lse = inputs
+    ctx.save_for_backward(query, key, value, block_index, block_count)
+
+
+def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.diffsieve.block_sparse_attention_backward(
+        grad_out, grad_lse if ctx.return_lse else None, *ctx.saved_tensors, ctx.block_size, ctx.scale
+    )
+    return (*grads, None, None, None, None, None, None)
+
+
+_attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
