@@ -4,6 +4,7 @@ Compiled code reads two bools (`_sparse`, `_calibrating`) that the controller se
 are the same in all layers and steps: a generation compiles at most three graphs.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from .timing import StageTimer
 
 # Columns of the counters of a layer, int64, added up over the calls of one step.
 COUNTERS = ("kept_pairs", "total_pairs", "kept_token_pairs", "total_token_pairs", "sparse_calls", "dense_calls")
+
+
+_HAS_TIMER = "timer" in inspect.signature(ba_attention).parameters
 
 
 class BAAttProcessor:
@@ -157,7 +161,7 @@ class BAAttProcessor:
     def _attend_sparse(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
         query, key, value = (x.transpose(1, 2) for x in family.project(attn, hidden_states, rotary_emb))
         timing: dict[str, Any] = {}
-        if self._timer is not None and not torch.compiler.is_compiling():
+        if _HAS_TIMER and self._timer is not None and not torch.compiler.is_compiling():
             timing["timer"] = self._timer.stage
         attended, info = ba_attention(
             query,
