@@ -1,0 +1,104 @@
+"""From the user's arguments to a loaded pipeline, complete settings and a method that is known to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from ..errors import UserInputError
+from ..pipelines.defaults import check_clip_size, generation_defaults
+from ..pipelines.loading import load_pipeline, resolve_device, resolve_dtype
+from .config import DENSE, RunConfig
+from .methods import METHODS
+from .report import dtype_name
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[Config]):
+    """A pipeline, the arguments without gaps, and the configuration of the sparse attention (`None` for dense)."""
+
+    pipe: Any
+    config: Config
+    attention: Any
+
+
+def resolve_place(config: Config, pipe: Any | None) -> Config:
+    """Return `config` with the device and dtype that will be used, by name.
+
+    Raises:
+        UserInputError: device or dtype cannot be used, or a given pipeline is on another.
+    """
+    if pipe is None:
+        device = resolve_device(config.device)
+        return dataclasses.replace(config, device=str(device), dtype=_name(resolve_dtype(config.dtype, device)))
+    device, dtype = pipe._execution_device, dtype_name(pipe, "transformer") or dtype_name(pipe, "transformer_2")
+    if config.device is not None and resolve_device(config.device).type != device.type:
+        raise UserInputError(f"device must be {device.type}, where the given pipeline is, got {config.device}")
+    if config.dtype is not None and _name(resolve_dtype(config.dtype, device)) != dtype:
+        raise UserInputError(f"dtype must be {dtype}, that of the given pipeline, got {config.dtype}")
+    return dataclasses.replace(config, device=str(device), dtype=dtype, model=pipe.name_or_path or type(pipe).__name__)
+
+
+def prepare(config: Config, *, pipe: Any | None, attention: Any | None) -> Prepared[Config]:
+    """Load the pipeline unless it is given, fill in its defaults, and check everything that can be checked beforehand.
+
+    Args:
+        config: with device and dtype (`resolve_place`).
+        pipe: a loaded pipeline, or `None`.
+        attention: configuration of the sparse attention in place of the one that `config` describes, or `None`.
+
+    Raises:
+        UserInputError: no such model, no text-to-video pipeline with a transformer, a size that it would round, a
+            family without an adapter.
+        BackendUnavailableError: the named backend cannot run here.
+    """
+    if pipe is None:
+        pipe = load_pipeline(config.model, device=config.device, dtype=config.dtype)
+    if getattr(pipe, "transformer", None) is None and getattr(pipe, "transformer_2", None) is None:
+        raise UserInputError(f"model must be a pipeline with a transformer, got {type(pipe).__name__}")
+    config = config.filled(generation_defaults(pipe))
+    assert config.frames is not None
+    assert config.height is not None
+    assert config.width is not None
+    check_clip_size(pipe, frames=config.frames, height=config.height, width=config.width)
+    if config.method == DENSE:
+        return Prepared(pipe, config, None)
+    if attention is None:
+        attention = METHODS[config.method].config(config)
+    _check_attention(pipe, attention)
+    return Prepared(pipe, config, attention)
+
+
+def transformer_of(pipe: Any) -> Any:
+    """Return the pipeline's first transformer."""
+    first = getattr(pipe, "transformer", None)
+    return first if first is not None else pipe.transformer_2
+
+
+def _check_attention(pipe: Any, attention: Any) -> None:
+    """Install once and look for the backend, so that a refusal comes before minutes of dense steps."""
+    from ..kernels.block_sparse import choose_backend
+    from ..processors import BAAttProcessor, apply_sparse_attention, remove_sparse_attention
+
+    installed = getattr(transformer_of(pipe), "attn_processors", {}).values()
+    if any(isinstance(processor, BAAttProcessor) for processor in installed):
+        raise UserInputError(
+            "pipe must be without sparse attention, got one with it; call remove_sparse_attention(pipe)"
+        )
+    apply_sparse_attention(pipe, attention)
+    remove_sparse_attention(pipe)
+    transformer = transformer_of(pipe)
+    head_dim = getattr(transformer.config, "attention_head_dim", None)
+    if head_dim is not None:
+        shape = (1, 1, 4 * attention.block_size, head_dim)
+        probe = torch.empty(shape, device=pipe._execution_device, dtype=transformer.dtype)
+        choose_backend(probe, probe, block_size=attention.block_size, backend=attention.backend)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,256 @@
+"""Run a pipeline dense and sparse from the same noise, measure the distance, and write what there is to see."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from PIL import Image
+
+from ..errors import UserInputError
+from ..eval import MetricResult, psnr, psnr_from_mean_mse, ssim
+from ..pipelines.loading import weights_digest
+from . import folder as folders
+from .clip import Clip, generate_clip
+from .config import CompareConfig, RunConfig
+from .files import remove_parts, write_frames, write_json, write_png
+from .mask_picture import mask_picture
+from .methods import METHODS
+from .pictures import difference_picture, side_by_side
+from .prepare import Prepared, prepare, resolve_place, transformer_of
+from .progress import ItemProgress, ProgressCallback
+from .report import COMPARE_SCHEMA, clip_seconds, environment, now, speed_up, summary
+from .video import to_uint8, write_mp4
+
+if TYPE_CHECKING:
+    from ..processors import RecordedMask
+
+logger = logging.getLogger(__name__)
+
+_FILES = {
+    "dense": "dense.mp4",
+    "sparse": "sparse.mp4",
+    "side_by_side": "side_by_side.mp4",
+    "difference": "difference.png",
+    "mask": "mask.png",
+    "dense_frames": "dense_frames.npz",
+    "sparse_frames": "sparse_frames.npz",
+}
+
+
+def compare(
+    config: CompareConfig,
+    *,
+    pipe: Any | None = None,
+    attention: Any | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
+    command: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Generate every prompt and seed twice from the same noise, dense and sparse, and compare the raw frames.
+
+    Per prompt and seed a folder with both clips, side_by_side.mp4, difference.png, mask.png and metrics.json; beside
+    them settings.json at the start and report.json at the end. A file is complete or absent at any time. A pair whose
+    metrics.json stands is not made again by a resumed run, and a finished dense half is not either.
+
+    Args:
+        config: what to generate; see `CompareConfig`.
+        pipe: a loaded text-to-video pipeline; default: load `config.model`.
+        attention: configuration of the sparse attention, for options that `config` has not; default: from `config`.
+        resume: continue the run in `config.out`; its settings must be the same, prompts and seeds may be added.
+        overwrite: replace the comparison in `config.out`.
+        progress: told after every step.
+        command: the words of the command line, for the report.
+
+    Returns:
+        What report.json holds.
+
+    Raises:
+        UserInputError: an argument is wrong, the folder cannot be used, or the settings differ from the run to resume.
+        BackendUnavailableError: the named backend cannot run here.
+        DiffsieveError: a clip holds NaN, or ffmpeg failed.
+    """
+    config = resolve_place(config, pipe)
+    earlier = folders.check_output(config.out, resume=resume, overwrite=overwrite)
+    if resume and earlier is not None:
+        given = {name: value for name, value in config.settings().items() if value is not None}
+        folders.check_same_settings(earlier, given, config.out)
+    ready = prepare(config, pipe=pipe, attention=attention)
+    config, layer = ready.config, _mask_layer(ready)
+    recorded = () if layer is None else (layer,)
+    ready = dataclasses.replace(ready, attention=dataclasses.replace(ready.attention, record_masks=recorded))
+    place = environment(ready.pipe)
+    settings = config.settings() | {
+        "mask_layer": layer,
+        "attention": ready.attention.to_dict(),
+        "weights": weights_digest(ready.pipe),
+        "environment": {key: place[key] for key in ("versions", "device_name", "vae_dtype")},
+    }
+    if earlier is not None and resume:
+        folders.check_same_settings(earlier, settings, config.out)
+        folders.check_same_clips(earlier, config.prompt, config.seed, config.out)
+    elif earlier is not None:
+        folders.clear(config.out, earlier, [*_FILES.values(), folders.RECORD])
+    folders.start(config.out, settings, config.prompt, config.seed)
+
+    pairs = [(index, prompt, seed) for index, prompt in enumerate(config.prompt) for seed in config.seed]
+    records: list[dict[str, Any]] = []
+    for number, (index, prompt, seed) in enumerate(pairs):
+        folder = config.out / folders.item_name(index, prompt, seed)
+        teller = ItemProgress(progress, number, len(pairs), prompt, seed, config.steps or 0)
+        record = folders.read_record(folder)
+        if record is None:
+            record = _make_pair(ready, prompt, seed, folder, teller)
+        records.append(record)
+        teller.tell("sparse", "done", config.steps or 0)
+    report = {
+        "schema": COMPARE_SCHEMA,
+        "created": now(),
+        "command": None if command is None else list(command),
+        "settings": settings,
+        "prompt": list(config.prompt),
+        "seed": list(config.seed),
+        "environment": place,
+        "notes": sorted({note for record in records for note in record["notes"]}),
+        "summary": summary(records),
+        "clips": records,
+    }
+    write_json(config.out / folders.REPORT, report)
+    return report
+
+
+def _mask_layer(ready: Prepared[CompareConfig]) -> int | None:
+    """Return the layer whose mask is drawn: the one asked for, else the sparse one nearest to the middle, if any."""
+    layers = int(transformer_of(ready.pipe).config.num_layers)
+    dense = {layer % layers for layer in ready.attention.dense_layers}
+    sparse = [layer for layer in range(layers) if layer not in dense]
+    layer = ready.config.mask_layer
+    if layer is None:
+        return min(sparse, key=lambda number: abs(number - layers // 2), default=None)
+    if layer not in sparse:
+        raise UserInputError(f"mask_layer must be a sparse layer of the model, one of {sparse}, got {layer}")
+    return layer
+
+
+def _make_pair(
+    ready: Prepared[CompareConfig], prompt: str, seed: int, folder: Path, teller: ItemProgress
+) -> dict[str, Any]:
+    from ..processors import apply_sparse_attention, recorded_masks, remove_sparse_attention, sparsity_summary
+
+    config, pipe = ready.config, ready.pipe
+    folder.mkdir(exist_ok=True)
+    remove_parts(folder)
+    paths = {name: folder / file for name, file in _FILES.items()}
+    dense = _read_checkpoint(paths["dense_frames"])
+    if dense is None:
+        on_step = teller.step_callback("dense")
+        dense = generate_clip(pipe, config, prompt=prompt, seed=seed, name="dense", on_step=on_step)
+        _write_checkpoint(paths["dense_frames"], dense)
+    apply_sparse_attention(pipe, ready.attention)
+    try:
+        on_step = teller.step_callback("sparse")
+        sparse = generate_clip(pipe, config, prompt=prompt, seed=seed, name="sparse", on_step=on_step)
+        sparsity = sparsity_summary(pipe).to_dict()
+        ran_sparse = sparsity["density_sparse_steps"] is not None
+        mask = recorded_masks(pipe)[0] if ran_sparse and ready.attention.record_masks else None
+    finally:
+        remove_sparse_attention(pipe)
+
+    teller.tell("sparse", "write", config.steps or 0)
+    metrics = [metric(dense.frames, sparse.frames) for metric in (psnr, psnr_from_mean_mse, ssim)]
+    item = {"prompt": prompt, "seed": seed}
+    written = _write_pair(ready, item, paths, (dense, sparse), metrics, mask)
+    seconds = {"dense": clip_seconds(dense), "sparse": clip_seconds(sparse)}
+    record = {
+        **item,
+        "folder": folder.name,
+        "files": {name: paths[name].name for name in written},
+        "metrics": {metric.name: metric.to_dict() for metric in metrics},
+        "sparsity": sparsity,
+        "seconds": seconds,
+        "speed_up": speed_up(seconds["dense"], seconds["sparse"], sparsity["steps_dense"]),
+        "notes": _notes(sparsity),
+    }
+    write_json(folder / folders.RECORD, record)
+    if not config.save_frames:
+        paths["dense_frames"].unlink()
+    return record
+
+
+def _write_pair(
+    ready: Prepared[CompareConfig],
+    item: dict[str, Any],
+    paths: dict[str, Path],
+    clips: tuple[Clip, Clip],
+    metrics: Sequence[MetricResult],
+    mask: RecordedMask | None,
+) -> list[str]:
+    """Write the files of one prompt and seed; return their keys in `_FILES`."""
+    config, (dense, sparse) = ready.config, clips
+    assert config.fps is not None
+    labels = ("dense", method_label(config, ready.attention))
+    title = f"{item['prompt']} · seed {item['seed']}"
+    eight_bit = [to_uint8(clip.frames) for clip in clips]
+    write_mp4(paths["dense"], eight_bit[0], fps=config.fps)
+    write_mp4(paths["sparse"], eight_bit[1], fps=config.fps)
+    write_mp4(paths["side_by_side"], side_by_side(*eight_bit, labels=labels), fps=config.fps)
+    by_name = {metric.name: metric for metric in metrics}
+    picture = difference_picture(
+        dense.frames, sparse.frames, title=title, labels=labels, psnr=by_name["psnr"], ssim=by_name["ssim"]
+    )
+    write_png(paths["difference"], picture)
+    written = ["dense", "sparse", "side_by_side", "difference"]
+    if mask is not None:
+        write_png(paths["mask"], _draw_mask(mask, title, labels[1], ready.attention.block_size))
+        written.append("mask")
+    if config.save_frames:
+        write_frames(paths["sparse_frames"], sparse.frames)
+        written += ["dense_frames", "sparse_frames"]
+    return written
+
+
+def _draw_mask(mask: RecordedMask, title: str, label: str, block_size: int) -> Image.Image:
+    heads = len(mask.orders)
+    matrices = torch.stack([mask.matrix(head) for head in range(heads)])
+    _, rows, columns = matrices.shape
+    return mask_picture(
+        matrices,
+        title=f"Block mask of {mask.layer}, last step · {label} · {title}",
+        note=f"{rows} x {columns} blocks of {block_size} tokens, numbered in the token order of each head",
+        names=mask.orders,
+    )
+
+
+def method_label(config: RunConfig, attention: Any) -> str:
+    """Return what pictures call a sparse run, such as `BA-Att 50 %`: the configured share, as measured shares vary."""
+    return f"{METHODS[config.method].label} {100 * (1 - attention.kept):.4g} %"
+
+
+def _notes(sparsity: dict[str, Any]) -> list[str]:
+    """Say what a reader of the numbers must know; a comparison without any sparse step above all."""
+    if sparsity["density_sparse_steps"] is None:
+        reasons = ", ".join(sparsity["dense_reasons"])
+        return [f"all {sparsity['steps_total']} steps ran dense ({reasons}): both clips are the same computation"]
+    return list(sparsity["notes"])
+
+
+def _write_checkpoint(path: Path, clip: Clip) -> None:
+    write_frames(path, clip.frames, total=clip.seconds_total, steps=clip.seconds_steps, decode=clip.seconds_decode)
+
+
+def _read_checkpoint(path: Path) -> Clip | None:
+    if not path.is_file():
+        return None
+    with numpy.load(path) as values:
+        return Clip(
+            frames=torch.from_numpy(values["frames"]),
+            seconds_total=float(values["total"]),
+            seconds_steps=tuple(values["steps"].tolist()),
+            seconds_decode=float(values["decode"]),
+        )

@@ -1,0 +1,51 @@
+"""H.264 files that every player and browser opens."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import DiffsieveError, UserInputError
+from .files import atomic_path
+
+_CRF = 14  # close to transparent; metrics never see the file
+
+
+def to_uint8(frames: torch.Tensor) -> torch.Tensor:
+    """Round frames in [0, 1] to 8 bits; same shape."""
+    return (frames * 255.0).round().clamp(0, 255).to(torch.uint8)
+
+
+def write_mp4(target: Path, frames: torch.Tensor, *, fps: int) -> None:
+    """Write an H.264 file, yuv420p.
+
+    The format needs even sides: an odd last row or column is repeated once, nothing is scaled or cut.
+
+    Args:
+        target: where the file appears, when it is complete.
+        frames: (T, 3, H, W) uint8.
+        fps: frames per second.
+
+    Raises:
+        UserInputError: frames of another shape or dtype.
+        DiffsieveError: ffmpeg failed; nothing is left under `target`.
+    """
+    from imageio_ffmpeg import get_ffmpeg_exe
+
+    if frames.ndim != 4 or frames.shape[1] != 3 or 0 in frames.shape or frames.dtype != torch.uint8:
+        raise UserInputError(f"frames must be (T, 3, H, W) uint8, not empty, got {tuple(frames.shape)} {frames.dtype}")
+    height, width = frames.shape[-2:]
+    # Replicate padding has no integer kernel; 8-bit values are exact in float32.
+    even = F.pad(frames.float(), (0, width % 2, 0, height % 2), mode="replicate").to(torch.uint8)
+    pixels = even.permute(0, 2, 3, 1).contiguous()  # (T, H, W, 3)
+    with atomic_path(target) as part:
+        command = [get_ffmpeg_exe(), "-y", "-loglevel", "error"]
+        command += ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{pixels.shape[2]}x{pixels.shape[1]}"]
+        command += ["-r", str(fps), "-i", "pipe:0", "-an", "-c:v", "libx264", "-crf", str(_CRF), "-preset", "medium"]
+        command += ["-pix_fmt", "yuv420p", "-movflags", "+faststart", "-f", "mp4", str(part)]
+        done = subprocess.run(command, input=pixels.numpy().tobytes(), capture_output=True, check=False)
+        if done.returncode:
+            raise DiffsieveError(f"ffmpeg could not write {target}: {done.stderr.decode(errors='replace').strip()}")

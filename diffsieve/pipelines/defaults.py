@@ -1,0 +1,141 @@
+"""What a model is run with when the user says nothing: size, steps, guidance, prompts."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserInputError
+
+MINI_WAN = "mini-wan"
+MINI_WAN_FOLDER = Path(__file__).parent / "mini_wan"
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Arguments of one generation.
+
+    Args:
+        steps: denoising steps.
+        frames: frames of the clip.
+        height: pixels.
+        width: pixels.
+        guidance_scale: classifier-free guidance; 1 or less turns it off.
+        max_sequence_length: text tokens; `None` where the pipeline has no such argument.
+        fps: frames per second of the files that are written; does not touch the frames.
+        prompts: examples that suit the model; the first one is used when no prompt is given.
+    """
+
+    steps: int
+    frames: int
+    height: int
+    width: int
+    guidance_scale: float
+    max_sequence_length: int | None
+    fps: int
+    prompts: tuple[str, ...]
+
+
+MINI_WAN_DEFAULTS = GenerationDefaults(
+    steps=14,
+    frames=29,
+    height=192,
+    width=192,
+    guidance_scale=3.5,
+    max_sequence_length=32,
+    fps=12,
+    prompts=(
+        "a fox moves to the right over a blue background",
+        "a strawberry grows over a green background",
+        "a rocket moves up over a purple background",
+        "a penguin moves in a circle over a yellow background",
+    ),
+)
+
+_WAN_FPS = 16
+_WAN_SIZE_STEP = 16  # Wan pipelines refuse other sizes, whatever the factors of the VAE and the patch
+_GENERIC_PROMPTS = (
+    "A red fox trots through fresh snow at the edge of a pine forest in low morning light",
+    "Waves roll onto a black sand beach under a cloudy sky, seen from above",
+)
+
+
+def generation_defaults(pipe: Any) -> GenerationDefaults:
+    """Return a pipeline's defaults: those of mini-wan when it was loaded from there, else those of its call.
+
+    Args:
+        pipe: a loaded pipeline.
+
+    Raises:
+        UserInputError: the pipeline is no text-to-video pipeline.
+    """
+    if pipe.name_or_path and Path(pipe.name_or_path) == MINI_WAN_FOLDER:
+        return MINI_WAN_DEFAULTS
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    needed = ("prompt", "num_frames", "num_inference_steps", "height", "width", "guidance_scale")
+    missing = [name for name in needed if name not in parameters]
+    others = [
+        name
+        for name, parameter in parameters.items()
+        if name not in ("self", "prompt")
+        and parameter.default is inspect.Parameter.empty
+        and parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    ]
+    if missing or others:
+        detail = f"takes no {', '.join(missing)}" if missing else f"also needs {', '.join(others)}"
+        raise UserInputError(f"model must be a text-to-video pipeline, got {type(pipe).__name__}, which {detail}")
+    default = {name: parameter.default for name, parameter in parameters.items()}
+    return GenerationDefaults(
+        steps=default["num_inference_steps"],
+        frames=default["num_frames"],
+        height=default["height"],
+        width=default["width"],
+        guidance_scale=default["guidance_scale"],
+        max_sequence_length=default.get("max_sequence_length"),
+        fps=_WAN_FPS,
+        prompts=_GENERIC_PROMPTS,
+    )
+
+
+def check_clip_size(pipe: Any, *, frames: int, height: int, width: int) -> None:
+    """Check that the pipeline makes a clip of exactly this size; Wan pipelines round other sizes and go on.
+
+    Args:
+        pipe: a loaded pipeline with a `transformer`.
+        frames: 4 k + 1 for Wan's VAE.
+        height: pixels, a multiple of the VAE's factor times the patch.
+        width: the same.
+
+    Raises:
+        UserInputError: the pipeline would round the size, or its position table is too short for it.
+    """
+    transformer = getattr(pipe, "transformer", None) or getattr(pipe, "transformer_2", None)
+    if transformer is None:
+        raise UserInputError(f"model must be a pipeline with a transformer, got {type(pipe).__name__}")
+    time_factor = getattr(pipe, "vae_scale_factor_temporal", 1)
+    space_factor = getattr(pipe, "vae_scale_factor_spatial", 1)
+    patch = getattr(transformer.config, "patch_size", (1, 1, 1))
+    if frames < 1 or (frames - 1) % time_factor:
+        near = (max(frames - 1, 0) // time_factor) * time_factor + 1
+        raise UserInputError(
+            f"frames must be a multiple of {time_factor} plus 1, such as {near} or {near + time_factor}, got {frames}"
+        )
+    for name, value, factor in (("height", height, patch[1]), ("width", width, patch[2])):
+        step = math.lcm(_WAN_SIZE_STEP, space_factor * factor)
+        if value < step or value % step:
+            near = max(value // step, 1) * step
+            raise UserInputError(f"{name} must be a multiple of {step}, such as {near} or {near + step}, got {value}")
+    table = getattr(transformer.config, "rope_max_seq_len", None)
+    if table is None:
+        return
+    positions = {
+        "frames": ((frames - 1) // time_factor + 1) // patch[0],
+        "height": height // space_factor // patch[1],
+        "width": width // space_factor // patch[2],
+    }
+    for name, needed in positions.items():
+        if needed > table:
+            raise UserInputError(f"{name} must need at most {table} positions in this model, got {needed}")
