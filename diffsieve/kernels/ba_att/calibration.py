@@ -1,5 +1,6 @@
 """Which token order suits which head, measured on a few query blocks with exact attention."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -63,8 +64,64 @@ def calibrate_orders(
         if probe_blocks < 1:
             raise UserInputError(f"probe_blocks must be at least 1, got {probe_blocks}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _calibrate_op(
+        query.detach(),
+        key.detach(),
+        grid_thw,
+        density,
+        block_size,
+        beta,
+        center_keys,
+        log_count,
+        descending,
+        window,
+        second_order,
+        score,
+        text_prefix,
+        text_suffix,
+        scale,
+        probe_blocks,
+    )
+
+
+def choose_orders(recall: torch.Tensor, tie_margin: float = 0.005) -> torch.Tensor:
+    """Choose the order of each head: the earliest candidate whose recall is less than `tie_margin` below the best.
+
+    Args:
+        recall: (H, C), from `calibrate_orders`.
+        tie_margin: differences below it count as ties; recall units.
+
+    Returns:
+        (H,) int64 ids. A head whose recall holds NaN gets id 0.
+    """
+    best = recall.max(dim=-1, keepdim=True).values
+    good = (best - recall < tie_margin) | (recall == best)
+    return good.int().argmax(dim=-1)
+
+
+# An operation of its own: it runs once a generation, and traced it would be hundreds of nodes per layer to compile.
+@torch.library.custom_op("diffsieve::calibrate_orders", mutates_args=())
+def _calibrate_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    grid: Sequence[int] | None,
+    density: float,
+    block_size: int,
+    beta: float,
+    center_keys: bool,
+    log_count: bool,
+    descending: bool,
+    window: int | None,
+    second_order: bool,
+    score: str,
+    text_prefix: int,
+    text_suffix: int,
+    scale: float,
+    probe_blocks: int,
+) -> torch.Tensor:
+    grid_thw = None if grid is None else (grid[0], grid[1], grid[2])
     video = slice(text_prefix, query.shape[2] - text_suffix)
-    query, key = query.detach()[:, :, video], key.detach()[:, :, video]
+    query, key = query[:, :, video], key[:, :, video]
     heads, length = query.shape[1:3]
     rows = min(block_size, length)
     probes = _probe_positions(length, rows, probe_blocks, query.device)
@@ -109,19 +166,9 @@ def calibrate_orders(
     return torch.stack(recalls, dim=1)
 
 
-def choose_orders(recall: torch.Tensor, tie_margin: float = 0.005) -> torch.Tensor:
-    """Choose the order of each head: the earliest candidate whose recall is less than `tie_margin` below the best.
-
-    Args:
-        recall: (H, C), from `calibrate_orders`.
-        tie_margin: differences below it count as ties; recall units.
-
-    Returns:
-        (H,) int64 ids. A head whose recall holds NaN gets id 0.
-    """
-    best = recall.max(dim=-1, keepdim=True).values
-    good = (best - recall < tie_margin) | (recall == best)
-    return good.int().argmax(dim=-1)
+@_calibrate_op.register_fake
+def _(query: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty((query.shape[1], len(CANDIDATE_ORDERS)), dtype=torch.float32)
 
 
 def _probe_positions(length: int, rows: int, probe_blocks: int, device: torch.device) -> torch.Tensor:

@@ -174,13 +174,13 @@ def _uniform_orders(
     if order == "raster":
         return TokenOrders(None, None)
     if order == "norm_sort":
-        by_norm = [_sort_windows(_norm(x), x.shape[2], descending) for x in (query, key)]
+        by_norm = [_windowed_argsort(_norm(x), _window_tensor(x, x.shape[2]), descending) for x in (query, key)]
         return TokenOrders(by_norm[0], by_norm[1])
     base = _order_table(grid_thw, key.shape[2], key.device)[CANDIDATE_ORDERS.index(order)]
     if order != "hilbert_window":
         return TokenOrders(base, base)
     norm = _norm(key, _mean_key(key)).index_select(-1, base)
-    return TokenOrders(base, base[_sort_windows(norm, window, descending)])
+    return TokenOrders(base, base[_windowed_argsort(norm, _window_tensor(key, window), descending)])
 
 
 def _per_head_orders(
@@ -199,7 +199,7 @@ def _per_head_orders(
     # A window of one token sorts nothing.
     query_window = torch.where(is_sort, length, 1)
     key_window = torch.where(is_window, window, query_window)
-    ranks = _sort_windows(norms, torch.stack([query_window, key_window])[:, None], descending)
+    ranks = _windowed_argsort(norms, torch.stack([query_window, key_window])[:, None], descending)
     query_order, key_order = base.expand(2, -1, -1, -1).gather(-1, ranks).unbind(0)
     return TokenOrders(query_order, key_order)
 
@@ -214,8 +214,14 @@ def _mean_key(key: torch.Tensor) -> torch.Tensor:
     return key.mean(dim=2, keepdim=True, dtype=torch.promote_types(key.dtype, torch.float32))
 
 
-def _sort_windows(norm: torch.Tensor, window: int | torch.Tensor, descending: bool) -> torch.Tensor:
-    """Stable argsort inside consecutive windows of the last dimension.
+def _window_tensor(tokens: torch.Tensor, window: int) -> torch.Tensor:
+    return torch.full((1,), window, device=tokens.device)
+
+
+# An operation of its own, since TorchInductor (seen with torch 2.14 on a CPU) shifts the window number in 32 bits.
+@torch.library.custom_op("diffsieve::windowed_argsort", mutates_args=())
+def _windowed_argsort(norm: torch.Tensor, window: torch.Tensor, descending: bool) -> torch.Tensor:
+    """Stable argsort inside consecutive windows of the last dimension, `window` tokens each (broadcast against `norm`).
 
     One integer key does it: the number of the window in the high half, the bits of the norm in the low half (those of a
     non-negative float are monotone in its value, and NaN lies above infinity).
@@ -225,6 +231,11 @@ def _sort_windows(norm: torch.Tensor, window: int | torch.Tensor, descending: bo
         bits = 0x7FFFFFFF - bits
     number = torch.arange(norm.shape[-1], device=norm.device) // window
     return torch.sort((number << 32) | bits, dim=-1, stable=True).indices
+
+
+@_windowed_argsort.register_fake
+def _(norm: torch.Tensor, window: torch.Tensor, descending: bool) -> torch.Tensor:
+    return torch.empty(norm.shape, dtype=torch.int64, device=norm.device)
 
 
 def _order_table(grid_thw: Grid | None, length: int, device: torch.device) -> torch.Tensor:

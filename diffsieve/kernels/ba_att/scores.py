@@ -9,8 +9,6 @@ The log of the mean of e^x is E[x] + Var[x] / 2 + ..., hence `beta = 1/2`; the p
 added to all keys, the term Vq·Km² does not: `center_keys` takes the mean key out of it.
 """
 
-from typing import Literal
-
 import torch
 
 from .statistics import BlockStatistics, split_blocks
@@ -111,7 +109,7 @@ def halfk_scores(
 
 
 def score_blocks(
-    score: Literal["moments", "halfk"],
+    score: str,
     query: BlockStatistics,
     key: BlockStatistics,
     key_tokens: torch.Tensor,
