@@ -51,11 +51,13 @@ def test_a_built_wheel_works_outside_the_checkout(tmp_path):
     wheel = tmp_path / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = set(archive.namelist())
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "diffsieve").rglob("*.py")}
-    weights = {path.relative_to(ROOT).as_posix() for path in (ROOT / WEIGHTS).rglob("*") if path.is_file()}
-    assert f"{WEIGHTS}/model_index.json" in weights
-    assert modules | {"diffsieve/py.typed"} <= in_wheel
-    assert {path for path in weights if "__pycache__" not in path} <= in_wheel
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "diffsieve").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {"diffsieve/py.typed", f"{WEIGHTS}/model_index.json"} <= files
+    assert files <= in_wheel
     assert not any(name.startswith(("tests/", "benchmarks/", "docs/")) for name in in_wheel)
 
     site = tmp_path / "site"
