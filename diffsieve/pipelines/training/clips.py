@@ -37,10 +37,11 @@ BOUNCES = 2
 _MARGIN = 0.02
 _COLOUR_JITTER = 0.03
 _WAVES = 4
-# Elements of the largest intermediate tensor of one chunk of clips: 2 GiB in fp32.
-_CHUNK_ELEMENTS = 2**29
+# Elements of the largest intermediate tensor of one chunk of clips: 1 GiB in fp32.
+_CHUNK_ELEMENTS = 2**28
 
 
+@torch.no_grad()
 def render_clips(
     specs: SpecBatch | Sequence[ClipSpec],
     sprites: Sprites,
@@ -83,10 +84,12 @@ def render_clips(
     batch = batch.to(sprites.rgba.device)
     per_clip = frames * 4 * max(height, width, sprites.rgba.shape[-1]) ** 2
     chunk = max(1, _CHUNK_ELEMENTS // per_clip)
-    parts = [
-        _render_chunk(batch[i : i + chunk], sprites, frames, height, width, low, high)
-        for i in range(0, len(batch), chunk)
-    ]
+    # A training loop's autocast would draw in 8 bits of precision.
+    with torch.autocast(batch.subject.device.type, enabled=False):
+        parts = [
+            _render_chunk(batch[i : i + chunk], sprites, frames, height, width, low, high)
+            for i in range(0, len(batch), chunk)
+        ]
     if len(parts) == 1:
         return parts[0]
     return torch.cat([video for video, _ in parts]), torch.cat([alpha for _, alpha in parts])

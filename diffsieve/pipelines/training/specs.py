@@ -8,7 +8,7 @@ Legend: B clips, S subjects, M motions, C colours.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
@@ -95,11 +95,11 @@ class SpecBatch:
 
     def __getitem__(self, part: slice) -> "SpecBatch":
         """The clips of a slice, as a batch."""
-        return SpecBatch(*(getattr(self, field.name)[part] for field in fields(ClipSpec)), names=self.names)
+        return replace(self, **{field.name: getattr(self, field.name)[part] for field in fields(ClipSpec)})
 
     def to(self, device: torch.device | str) -> "SpecBatch":
         """The same batch on another device."""
-        return SpecBatch(*(getattr(self, field.name).to(device) for field in fields(ClipSpec)), names=self.names)
+        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(ClipSpec)})
 
     def captions(self) -> list[str]:
         """The B exact captions."""
@@ -229,6 +229,8 @@ def sample_spec_batch(
     )
 
 
-def sample_specs(count: int, sprites: Sprites, *, seed: int = 0, start: int = 0, split: str = "train") -> list[ClipSpec]:
+def sample_specs(
+    count: int, sprites: Sprites, *, seed: int = 0, start: int = 0, split: str = "train"
+) -> list[ClipSpec]:
     """The clips of `sample_spec_batch` as a list."""
     return list(sample_spec_batch(count, sprites, seed=seed, start=start, split=split))

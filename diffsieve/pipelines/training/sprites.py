@@ -193,7 +193,9 @@ def _read_pictures(archive: Path, codes: set[str]) -> dict[str, bytes]:
                 if path.parent != _ASSETS or path.suffix != ".webp" or path.stem not in codes:
                     continue
                 if member.size > _MAX_PICTURE_BYTES:
-                    raise UserInputError(f"{member.name} must have at most {_MAX_PICTURE_BYTES} bytes, got {member.size}")
+                    raise UserInputError(
+                        f"{member.name} must have at most {_MAX_PICTURE_BYTES} bytes, got {member.size}"
+                    )
                 file = tar.extractfile(member)
                 assert file is not None  # a plain file, as checked above
                 pictures[path.stem] = file.read()
