@@ -87,9 +87,7 @@ def _check_attention(pipe: Any, attention: Any) -> None:
 
     installed = getattr(transformer_of(pipe), "attn_processors", {}).values()
     if any(isinstance(processor, BAAttProcessor) for processor in installed):
-        raise UserInputError(
-            "pipe must be without sparse attention, got one with it; call remove_sparse_attention(pipe)"
-        )
+        raise UserInputError("pipe must be dense, got one with sparse attention; call remove_sparse_attention(pipe)")
     apply_sparse_attention(pipe, attention)
     remove_sparse_attention(pipe)
     transformer = transformer_of(pipe)

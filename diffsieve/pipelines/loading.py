@@ -63,7 +63,8 @@ def load_pipeline(
         if isinstance(source, Path):
             raise UserInputError(f"model {model} cannot be loaded from {source}: {_one_line(error)}") from error
         raise UserInputError(
-            f"model {model} is no local folder and cannot be loaded from the Hugging Face hub: {_one_line(error)}"
+            f"model {model} is no local folder, and the Hugging Face hub does not give it; check the name, the "
+            f"connection and, for a gated model, the token ({_one_line(_root(error))})"
         ) from error
     logger.info("loaded %s from %s on %s as %s", type(pipe).__name__, source, place, number)
     return pipe.to(place)
@@ -84,11 +85,11 @@ def model_source(model: str) -> Path | str:
             )
         return MINI_WAN_FOLDER
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if model and folder.is_dir():
         if not (folder / "model_index.json").is_file():
             raise UserInputError(f"model must be a folder with a model_index.json, got {model}, which has none")
         return folder
-    if folder.exists():
+    if model and folder.exists():
         raise UserInputError(f"model must be a folder in diffusers format, got the file {model}")
     if not _HUB_ID.fullmatch(model) or model.startswith("."):
         raise UserInputError(
@@ -155,6 +156,12 @@ def weights_digest(pipe: Any) -> str:
                     sample = tensor.detach().flatten()[:_SAMPLES_PER_TENSOR].to("cpu", torch.float64)
                     digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _one_line(error: BaseException) -> str:

@@ -25,9 +25,14 @@ def test_the_file_appears_when_the_block_ends(tmp_path):
 def test_a_failure_leaves_the_old_file(tmp_path, error):
     target = tmp_path / "a.txt"
     target.write_text("old")
-    with pytest.raises(error), atomic_path(target) as part:
-        part.write_text("new")
-        raise error
+
+    def fail_half_way():
+        with atomic_path(target) as part:
+            part.write_text("new")
+            raise error
+
+    with pytest.raises(error):
+        fail_half_way()
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 

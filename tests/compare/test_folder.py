@@ -44,7 +44,7 @@ def test_an_earlier_run_needs_a_choice(tmp_path):
 def test_settings_of_something_else_are_refused(tmp_path):
     for text in ('{"schema": "other"}', "[]", "{"):
         (tmp_path / folders.SETTINGS).write_text(text)
-        with pytest.raises(UserInputError, match="another settings.json"):
+        with pytest.raises(UserInputError, match="another settings"):
             check(tmp_path, resume=True)
 
 

@@ -35,6 +35,6 @@ def test_dense_leaves_the_pipeline_as_it_is(pipe, config):
 
 def test_files_are_not_overwritten_by_chance(pipe, config):
     generate(config, pipe=pipe)
-    with pytest.raises(UserInputError, match="out must not hold 001-a-cat-moves-left-seed0.mp4 already"):
+    with pytest.raises(UserInputError, match="out must not hold 001-a-cat-moves-left-seed0"):
         generate(config, pipe=pipe)
     generate(config, pipe=pipe, overwrite=True)
