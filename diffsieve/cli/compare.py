@@ -71,11 +71,12 @@ def compare(
 
     settings = room.CompareConfig(**flags.run_arguments(values))
     try:
-        with RunProgress(("dense", "sparse")) as progress:
+        with RunProgress(model, ("dense", "sparse")) as progress:
             report = room.compare(
                 settings, resume=resume, overwrite=overwrite, progress=progress, command=["diffsieve", *sys.argv[1:]]
             )
     except KeyboardInterrupt:
-        typer.echo(f"diffsieve: what is finished lies in {out}; the same command with --resume goes on", err=True)
+        if out.exists():
+            typer.echo(f"diffsieve: what is finished lies in {out}; the same command with --resume goes on", err=True)
         raise
     emit(report, as_json=json, text=format_comparison(report, out))

@@ -52,6 +52,6 @@ def generate(
     from .. import compare as room
 
     settings = room.GenerateConfig(**flags.run_arguments(values))
-    with RunProgress(("dense" if method == "dense" else "sparse",)) as progress:
+    with RunProgress(model, ("dense" if method == "dense" else "sparse",)) as progress:
         report = room.generate(settings, overwrite=overwrite, progress=progress, command=["diffsieve", *sys.argv[1:]])
     emit(report, as_json=json, text=format_generation(report, out))

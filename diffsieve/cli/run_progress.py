@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from ..pipelines.defaults import MINI_WAN
+
 if TYPE_CHECKING:
     from ..compare import Progress
 
@@ -18,12 +20,15 @@ class RunProgress:
     """Shows the reports of a run; used as a context manager, and called with each `Progress`.
 
     Args:
+        model: what is loaded first; the bars start with the first report, and leave the terminal to the bars of a
+            download until then.
         runs: what is generated for each prompt and seed, in order.
         console: where to draw; default stderr.
     """
 
-    def __init__(self, runs: tuple[str, ...], console: Console | None = None) -> None:
+    def __init__(self, model: str, runs: tuple[str, ...], console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
+        self._model = model
         self._runs = runs
         self._bars = Bars(
             TextColumn("{task.description}"),
@@ -43,7 +48,9 @@ class RunProgress:
         self._started = 0.0
 
     def __enter__(self) -> Self:
-        self._bars.start()
+        self._console.print(f"loading {self._model}", highlight=False, markup=False)
+        if self._model == MINI_WAN:
+            _disable_loading_bars()
         return self
 
     def __exit__(
@@ -53,6 +60,7 @@ class RunProgress:
 
     def __call__(self, report: Progress) -> None:
         if self._console.is_terminal:
+            self._bars.start()
             self._draw(report)
         else:
             self._log(report)
@@ -67,6 +75,8 @@ class RunProgress:
                 self._bars.remove_task(task)
             self._tasks.clear()
         if report.run not in self._tasks:
+            for task in self._tasks.values():
+                self._bars.update(task, stage="")
             self._tasks[report.run] = self._bars.add_task(self._name(report), total=report.steps, stage="")
         stage = "" if report.stage in ("denoise", "done") else report.stage
         self._bars.update(self._tasks[report.run], completed=report.step, stage=stage)
@@ -85,3 +95,12 @@ class RunProgress:
     def _name(self, report: Progress) -> str:
         place = f"{report.item + 1}/{report.items} " if report.items > 1 else ""
         return f"{place}seed {report.seed} {report.run}"
+
+
+def _disable_loading_bars() -> None:
+    """Switch off the loading bars of diffusers and transformers: there is nothing to wait for with a small model."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()

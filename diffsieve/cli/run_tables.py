@@ -42,7 +42,7 @@ def format_comparison(report: Mapping[str, Any], out: Path) -> str:
         _add_statistics(table, report["summary"])
     lines = [_render(table).rstrip()]
     lines += [f"note: {note}" for note in report["notes"]]
-    backends = sorted({str(clip["sparsity"]["backend"]) for clip in report["clips"]})
+    backends = sorted({clip["sparsity"]["backend"] or "none" for clip in report["clips"]})
     place = report["environment"]
     lines.append(
         f"backend {', '.join(backends)}; {place['device_name']}, {place['dtype']}, {place['threads']} CPU threads; "

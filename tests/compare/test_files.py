@@ -57,7 +57,7 @@ def test_a_process_killed_while_it_writes_a_clip_leaves_no_clip(tmp_path):
     # Noise at this size takes the encoder seconds; the kill comes as soon as the hidden file is there.
     code = (
         "import sys, torch; from pathlib import Path; from diffsieve.compare.video import write_mp4\n"
-        "write_mp4(Path(sys.argv[1]), torch.randint(0, 256, (240, 3, 480, 640), dtype=torch.uint8), fps=24)"
+        "write_mp4(Path(sys.argv[1]), torch.randint(0, 256, (100, 3, 480, 640), dtype=torch.uint8), fps=24)"
     )
     target = tmp_path / "clip.mp4"
     process = subprocess.Popen([sys.executable, "-c", code, str(target)])
