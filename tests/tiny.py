@@ -1,7 +1,7 @@
 """Tiny pipelines of real diffusers classes, random weights, for tests of everything that runs inside a pipeline.
 
-A clip of 9 frames at 32x32 has 3 x 8 x 8 latents: with patch (1, 2, 2) a token grid of (3, 4, 4), 48 tokens. Use blocks of 8 tokens,
-`min_tokens=0` and `output_type="latent"`.
+A clip of 9 frames at 32x32 has 3 x 8 x 8 latents: with patch (1, 2, 2) a token grid of (3, 4, 4), 48 tokens. Use blocks
+of 8 tokens, `min_tokens=0` and `output_type="latent"`.
 """
 
 from functools import lru_cache

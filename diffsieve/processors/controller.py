@@ -168,8 +168,6 @@ class SparseController:
         if self._calibrating:
             for layer in self.layers:
                 layer.processor._recall.zero_()
-        elif self._dense_reason is None and self.config.calibrates and self.chosen is None:
-            self._choose_orders()
 
     def _plan(self, first_step: bool) -> tuple[str | None, bool]:
         """Return (why the whole step is dense or None, whether it calibrates)."""
@@ -215,6 +213,8 @@ class SparseController:
             reason = TEXT
         self._reasons = tuple(reason or (DENSE_LAYER if layer.always_dense else None) for layer in self.layers)
         calibrating = self._calibrating and reason == self._dense_reason
+        if reason is None and self.config.calibrates and self.chosen is None:
+            self._choose_orders()
         for layer, why in zip(self.layers, self._reasons, strict=True):
             layer.processor._sparse = why is None
             layer.processor._calibrating = calibrating and not layer.always_dense

@@ -125,7 +125,7 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary:
         orders_from=_orders_from(active, config.orders is not None, config.calibrates),
         attention_seconds=seconds.get("attention"),
         selection_seconds=seconds.get("selection"),
-        notes=tuple(_notes(active)),
+        notes=tuple(_notes(active, bool(rows) and not sparse_rows, reasons)),
     )
 
 
@@ -279,14 +279,14 @@ def _orders_from(controllers: list[SparseController], has_table: bool, calibrate
     return "calibration" if any(bool(layers.any()) for layers in measured) or not measured else "fallback"
 
 
-def _notes(controllers: list[SparseController]) -> list[str]:
+def _notes(controllers: list[SparseController], all_dense: bool, reasons: dict[str, int]) -> list[str]:
     notes = []
-    if any(controller.warmup_too_long for controller in controllers):
-        controller = controllers[0]
-        notes.append(
-            f"warmup_steps={controller.config.warmup_steps} covers all {controller.clock.num_steps} steps: "
-            "every step ran dense"
-        )
+    too_long = [controller for controller in controllers if controller.warmup_too_long]
+    if too_long:
+        steps, warmup_steps = too_long[0].clock.num_steps, too_long[0].config.warmup_steps
+        notes.append(f"warmup_steps={warmup_steps} covers all {steps} steps: every step ran dense")
+    elif all_dense:
+        notes.append(f"every step ran dense: {', '.join(reasons)}")
     for controller in controllers:
         if controller.measured is None:
             continue

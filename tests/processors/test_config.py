@@ -1,0 +1,115 @@
+"""BAAttConfig: presets, validation, round trip."""
+
+import dataclasses
+import json
+
+import pytest
+
+from diffsieve import BAAttConfig, BAAttProcessor, UserInputError
+
+
+def test_default_preset():
+    config = BAAttConfig()
+    assert (config.sparsity, config.density, config.kept) == (0.5, None, 0.5)
+    assert (config.warmup_steps, config.dense_layers, config.order, config.calibrates) == (0.2, (0,), "auto", True)
+    assert (config.beta, config.cov_layers, config.center_keys, config.log_count) == (0.5, "all", True, True)
+    assert config.descending is True
+
+
+def test_paper_preset():
+    config = BAAttConfig(preset="paper")
+    assert (config.warmup_steps, config.dense_layers, config.order, config.calibrates) == (10, (), "norm_sort", False)
+    assert (config.beta, config.cov_layers, config.center_keys, config.log_count) == (1.0, "ends", False, False)
+    assert config.descending is False
+
+
+def test_given_fields_win_over_the_preset():
+    config = BAAttConfig(preset="paper", beta=0.5, dense_layers=[0, -1], density=0.4)
+    assert (config.beta, config.dense_layers, config.kept, config.sparsity) == (0.5, (0, -1), 0.4, None)
+    assert config.order == "norm_sort"
+
+
+def test_repr_shows_the_values_in_force():
+    assert "order='norm_sort'" in repr(BAAttConfig(preset="paper"))
+    assert "None" not in repr(BAAttConfig().warmup_steps)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BAAttConfig(),
+        BAAttConfig(preset="paper", density=0.25, record_masks=(1,)),
+        BAAttConfig(orders={"blocks.1": ["raster", "hilbert"]}, warmup_steps=3, top_p=0.9, min_density=0.1),
+    ],
+    ids=["default", "paper", "orders"],
+)
+def test_round_trip_through_json(config):
+    assert BAAttConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_replace_keeps_the_other_fields():
+    config = dataclasses.replace(BAAttConfig(preset="paper"), sparsity=0.75)
+    assert (config.kept, config.order) == (0.25, "norm_sort")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sparsity": 1.0}, ["sparsity", "[0, 1)", "1.0"]),
+        ({"sparsity": -0.1}, ["sparsity", "-0.1"]),
+        ({"density": 1.5}, ["density", "(0, 1]", "1.5"]),
+        ({"density": 0}, ["density", "0"]),
+        ({"density": float("nan")}, ["density", "nan"]),
+        ({"sparsity": "half"}, ["sparsity", "'half'"]),
+        ({"sparsity": 0.5, "density": 0.5}, ["sparsity or density, not both"]),
+        ({"block_size": 0}, ["block_size", ">= 1", "0"]),
+        ({"block_size": 12.5}, ["block_size", "12.5"]),
+        ({"block_size": True}, ["block_size", "True"]),
+        ({"warmup_steps": -1}, ["warmup_steps", "-1"]),
+        ({"warmup_steps": 1.5}, ["warmup_steps", "whole number of steps or a float share", "1.5"]),
+        ({"warmup_until_sigma": -1.0}, ["warmup_until_sigma", "-1.0"]),
+        ({"warmup_until_timestep": "900"}, ["warmup_until_timestep", "'900'"]),
+        ({"preset": "fast"}, ["preset", "default, paper", "'fast'"]),
+        ({"backend": "cuda"}, ["backend", "triton", "'cuda'"]),
+        ({"order": "zigzag"}, ["order", "auto", "raster", "'zigzag'"]),
+        ({"cov_layers": "some"}, ["cov_layers", "ends", "'some'"]),
+        ({"score": "mean"}, ["score", "halfk", "'mean'"]),
+        ({"compensate": True}, ["compensate", "centroid", "True"]),
+        ({"text": "drop"}, ["text", "keep", "'drop'"]),
+        ({"dense_layers": 3}, ["dense_layers", "tuple", "3"]),
+        ({"dense_layers": (0.5,)}, ["dense_layers", "0.5"]),
+        ({"record_masks": "0"}, ["record_masks", "'0'"]),
+        ({"window": 200}, ["window", "multiple of block_size (128)", "200"]),
+        ({"beta": -1}, ["beta", "-1"]),
+        ({"top_p": 1.2}, ["top_p", "1.2"]),
+        ({"top_p": 0.9, "beta": 1.0}, ["top_p", "beta < 1", "1.0"]),
+        ({"min_density": 0.3}, ["min_density", "top_p"]),
+        ({"top_p": 0.9, "min_density": 0.7}, ["min_density", "[0, 0.5]", "0.7"]),
+        ({"min_tokens": -5}, ["min_tokens", "-5"]),
+        ({"center_keys": 1}, ["center_keys", "True or False", "1"]),
+        ({"orders": 7}, ["orders", "path or a dict", "int"]),
+        ({"sparsty": 0.5}, ["'sparsty'", "sparsity"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_values_are_named(options, words):
+    with pytest.raises(UserInputError) as caught:
+        BAAttConfig.from_dict(options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_processor_takes_a_config_or_options():
+    assert BAAttProcessor(sparsity=0.75).config == BAAttConfig(sparsity=0.75)
+    assert BAAttProcessor(BAAttConfig(preset="paper")).config.preset == "paper"
+    with pytest.raises(UserInputError, match="not both"):
+        BAAttProcessor(BAAttConfig(), sparsity=0.5)
+    with pytest.raises(UserInputError, match="BAAttConfig, got dict"):
+        BAAttProcessor({"sparsity": 0.5})  # type: ignore[arg-type]
+
+
+def test_shortest_sparse_sequence_depends_on_the_device():
+    # The default clip of the embedded model has 4,032 tokens and must be sparse on a CPU.
+    assert BAAttConfig().min_tokens_on("cpu") <= 4_032
+    assert BAAttConfig().min_tokens_on("cuda") == 16_384
+    assert BAAttConfig(min_tokens=0).min_tokens_on("cuda") == 0
