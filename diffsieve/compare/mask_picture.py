@@ -18,13 +18,15 @@ _MAX_SIDE = 396
 _MAX_HEADS = 8
 
 
-def mask_picture(mask: torch.Tensor, *, title: str, note: str, names: Sequence[str] | None = None) -> Image.Image:
+def mask_picture(
+    mask: torch.Tensor, *, title: str, notes: Sequence[str] = (), names: Sequence[str] | None = None
+) -> Image.Image:
     """Draw the mask of one layer.
 
     Args:
         mask: (H, Nq, Nk) bool, True where the block pair is computed.
         title: first line.
-        note: line under the panels.
+        notes: lines under the panels.
         names: one a head, for instance its token order; default none.
 
     Raises:
@@ -46,7 +48,7 @@ def mask_picture(mask: torch.Tensor, *, title: str, note: str, names: Sequence[s
     top = margin + text_size("x", 18)[1] + 18
     legend = "computed", "skipped"
     inner = columns * (left + width) + (columns - 1) * gap
-    total = max(inner, 460) + 2 * margin, top + rows * (above + height + below) + 2 * line + 8 + margin
+    total = max(inner, 460) + 2 * margin, top + rows * (above + height + below) + (1 + len(notes)) * line + 10 + margin
     picture = Image.new("RGB", total, PAPER)
     draw = ImageDraw.Draw(picture)
     draw_text(draw, (margin, margin), fit_text(title, 18, total[0] - 2 * margin), 18)
@@ -69,7 +71,9 @@ def mask_picture(mask: torch.Tensor, *, title: str, note: str, names: Sequence[s
         draw.rectangle((x, y + 2, x + 12, y + 14), fill=colour, outline=FRAME)
         draw_text(draw, (x + 18, y + 8), text, small, anchor="lm")
         x += 18 + text_size(text, small)[0] + 20
-    draw_text(draw, (margin, y + line + 4), fit_text(note, small, total[0] - 2 * margin), small, colour=FAINT)
+    for place, note in enumerate(notes, start=1):
+        text = fit_text(note, small, total[0] - 2 * margin)
+        draw_text(draw, (margin, y + place * line + 4), text, small, colour=FAINT)
     return picture
 
 

@@ -145,7 +145,7 @@ def _draw_legend(picture: Image.Image, draw: ImageDraw.ImageDraw, corner: tuple[
     draw.rectangle((x - 1, y - 1, x + width, y + height), outline=FRAME)
     for share in (0.0, 0.5, 1.0):
         draw_text(draw, (x + share * width, y + height + 4), f"{share * end:g}", 13, colour=FAINT, anchor="ma")
-    note = f"absolute difference, mean of R, G, B (values 0 to 1), amplified x{1 / end:g}; larger ones show as the end"
+    note = f"absolute difference, mean of R, G, B (values 0 to 1), amplified x{1 / end:g}; larger ones are clipped"
     room = picture.width - x - width - 40
     if text_size(note, 13)[0] > room:
         note = f"absolute difference, x{1 / end:g}"

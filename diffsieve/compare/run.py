@@ -207,7 +207,7 @@ def _write_pair(
     write_png(paths["difference"], picture)
     written = ["dense", "sparse", "side_by_side", "difference"]
     if mask is not None:
-        write_png(paths["mask"], _draw_mask(mask, title, labels[1], ready.attention.block_size))
+        write_png(paths["mask"], _draw_mask(mask, title, labels[1]))
         written.append("mask")
     if config.save_frames:
         write_frames(paths["sparse_frames"], sparse.frames)
@@ -215,14 +215,14 @@ def _write_pair(
     return written
 
 
-def _draw_mask(mask: RecordedMask, title: str, label: str, block_size: int) -> Image.Image:
-    heads = len(mask.orders)
-    matrices = torch.stack([mask.matrix(head) for head in range(heads)])
+def _draw_mask(mask: RecordedMask, title: str, label: str) -> Image.Image:
+    matrices = torch.stack([mask.matrix(head) for head in range(len(mask.orders))])
     _, rows, columns = matrices.shape
+    blocks = f"{rows} x {columns} blocks of {mask.block_size} tokens, numbered in the token order of each head"
     return mask_picture(
         matrices,
-        title=f"Block mask of {mask.layer}, last step · {label} · {title}",
-        note=f"{rows} x {columns} blocks of {block_size} tokens, numbered in the token order of each head",
+        title=f"Block mask of {mask.layer} · {label}",
+        notes=(f"{title} · last step", blocks),
         names=mask.orders,
     )
 

@@ -70,7 +70,7 @@ def test_the_colour_scale_grows_in_lightness_and_is_cut_at_its_end():
 def test_mask_panels_show_the_kept_share(generator, heads, blocks):
     mask = torch.rand(heads, blocks, blocks, generator=generator) < 0.4
     mask[:, :, 0] = True
-    picture = np.asarray(mask_picture(mask, title="layer 4", note="a note"))
+    picture = np.asarray(mask_picture(mask, title="layer 4", notes=("a note", "another")))
     kept = (picture == np.array(_KEPT)).all(axis=-1).sum()
     skipped = (picture == np.array(_SKIPPED)).all(axis=-1).sum()
     shown = mask if heads <= 8 else mask[[0, 2, 3, 5, 6, 8, 9, 11]]
@@ -81,7 +81,7 @@ def test_mask_panels_show_the_kept_share(generator, heads, blocks):
 def test_mask_rows_are_query_blocks():
     mask = torch.zeros(1, 8, 8, dtype=torch.bool)
     mask[0, 2] = True  # query block 2 attends to all keys: a horizontal line
-    picture = np.asarray(mask_picture(mask, title="", note=""))
+    picture = np.asarray(mask_picture(mask, title=""))
     ys, xs = np.nonzero((picture == np.array(_KEPT)).all(axis=-1))
     line = ys < ys.max() - 60  # without the legend
     assert np.ptp(xs[line]) > 5 * np.ptp(ys[line])
@@ -90,7 +90,7 @@ def test_mask_rows_are_query_blocks():
 def test_a_mask_finer_than_pixels_is_shaded():
     mask = torch.zeros(1, 1200, 1200, dtype=torch.bool)
     mask[:, ::2] = True
-    picture = np.asarray(mask_picture(mask, title="", note=""))
+    picture = np.asarray(mask_picture(mask, title=""))
     assert picture.shape[0] < 700
     panel = picture[100:400, 150:400].reshape(-1, 3)
     assert panel.mean(axis=0) == pytest.approx((np.array(_KEPT) + np.array(_SKIPPED)) / 2, abs=3)
@@ -101,7 +101,7 @@ def test_a_mask_finer_than_pixels_is_shaded():
 )
 def test_bad_masks_are_refused(mask):
     with pytest.raises(UserInputError, match="mask must be"):
-        mask_picture(mask, title="", note="")
+        mask_picture(mask, title="")
 
 
 def test_long_text_is_cut_to_its_room():
