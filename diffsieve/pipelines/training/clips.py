@@ -8,6 +8,7 @@ premultiplied sprites.
 Legend: B clips, T frames, H rows, W columns, P edge of a sprite; positions in pixels of the frame, y downwards.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,7 @@ from .sprites import Sprites
 COLOUR_RGB = (
     (0.60, 0.17, 0.15),
     (0.93, 0.85, 0.47),
-    (0.33, 0.56, 0.36),
+    (0.22, 0.58, 0.30),
     (0.24, 0.40, 0.78),
     (0.48, 0.30, 0.64),
     (0.94, 0.68, 0.76),
@@ -31,8 +32,9 @@ COLOUR_RGB = (
 )
 
 SPRITE_SCALE = (0.42, 0.52)
-# A growing sprite goes from about GROWTH[0] to GROWTH[1] times its usual size.
-GROWTH = (0.55, 1.45)
+# Largest last over first edge of a growing sprite, and how much of the frame it may then fill.
+GROWTH = 2.6
+_MAX_SCALE = 0.95 / GROWTH**0.5
 BOUNCES = 2
 _MARGIN = 0.02
 _COLOUR_JITTER = 0.03
@@ -60,7 +62,7 @@ def render_clips(
         frames: T, at least 2.
         height: H in pixels, at least 16.
         width: W in pixels, at least 16.
-        sprite_scale: Smallest and largest edge of a sprite, as parts of the shorter side, in (0, 0.7].
+        sprite_scale: Smallest and largest edge of a sprite, as parts of the shorter side, in (0, 0.58].
         sprite_px: The same in pixels; replaces `sprite_scale`, so that a larger canvas can keep its sprites' size.
 
     Returns:
@@ -75,10 +77,11 @@ def render_clips(
         raise UserInputError(f"height and width must be at least 16, got {height} x {width}")
     side = min(height, width)
     low, high = sprite_px if sprite_px is not None else (sprite_scale[0] * side, sprite_scale[1] * side)
-    if not 1 <= low <= high <= 0.7 * side:
+    if not 1 <= low <= high <= _MAX_SCALE * side:
         argument = "sprite_px" if sprite_px is not None else "sprite_scale"
         raise UserInputError(
-            f"{argument} must give edges between 1 and {0.7 * side:.0f} pixels, smallest first, got {low:g} to {high:g}"
+            f"{argument} must give edges between 1 and {_MAX_SCALE * side:.0f} pixels, smallest first, "
+            f"got {low:g} to {high:g}"
         )
     batch = specs if isinstance(specs, SpecBatch) else SpecBatch.from_specs(specs, sprites)
     batch = batch.to(sprites.rgba.device)
@@ -101,15 +104,16 @@ def _render_chunk(
     x, y, edge = clip_path(batch, frames, height, width, low, high)
     sprite = sprites.rgba[batch.subject]  # [B, 4, P, P]
     b, p = len(batch), sprite.shape[-1]
-    rows = _resampling(y, edge, height, p)  # [B, T, H, P]
-    columns = _resampling(x, edge, width, p)  # [B, T, W, P]
+    reach = math.ceil(2 * max(1.0, p * GROWTH**0.5 / low))
+    rows = _resampling(y, edge, height, p, reach)  # [B, T, H, P]
+    columns = _resampling(x, edge, width, p, reach)  # [B, T, W, P]
     # Rows of all frames of a clip in one product: (T H, P) @ (P, 4 P).
     drawn = rows.flatten(1, 2) @ sprite.transpose(1, 2).reshape(b, p, 4 * p)
     drawn = drawn.view(b * frames, height * 4, p) @ columns.flatten(0, 1).transpose(1, 2)
     drawn = drawn.view(b, frames, height, 4, width).permute(0, 3, 1, 2, 4)  # [B, 4, T, H, W]
-    # The cubic filter overshoots a little at hard edges.
+    # The cubic filter overshoots a little at hard edges. Dividing keeps the colour where coverage is cut to 1.
     alpha = drawn[:, 3:].clamp(0, 1)
-    colour = torch.minimum(drawn[:, :3].clamp_min(0), alpha)
+    colour = torch.minimum((drawn[:, :3] / drawn[:, 3:].clamp_min(1)).clamp_min_(0), alpha)
     video = torch.addcmul(colour, 1 - alpha, background(batch, height, width)[:, :, None])
     return video.mul_(2).sub_(1), alpha.contiguous()
 
@@ -128,8 +132,8 @@ def clip_path(
     motion = [batch.motion[:, None] == i for i in range(len(MOTIONS))]
     right, left, up, down, circle, grows, shrinks, bounces = motion
 
-    # Growth is geometric, so that it looks even: edge ratio (1.45 / 0.55) ** speed' over the clip.
-    ratio = torch.log(torch.tensor(GROWTH[1] / GROWTH[0], device=device)) * (0.8 + 0.2 * speed)
+    # Growth is geometric, so that it looks even.
+    ratio = math.log(GROWTH) * (0.8 + 0.2 * speed)
     direction = grows.float() - shrinks.float()
     edge = (low + (high - low) * batch.size[:, None]) * torch.exp(direction * ratio * (time - 0.5))
     margin = _MARGIN * min(height, width)
@@ -157,32 +161,39 @@ def clip_path(
     return x + width / 2, y + height / 2, edge.expand(-1, frames)
 
 
-def _resampling(centre: torch.Tensor, edge: torch.Tensor, length: int, p: int) -> torch.Tensor:
+def _resampling(centre: torch.Tensor, edge: torch.Tensor, length: int, p: int, reach: int) -> torch.Tensor:
     """Antialiased resampling matrices that place P samples, `edge` pixels wide, around `centre` on an axis.
 
     The filter is the cubic convolution kernel with a = -1/2 (Keys, 1981), widened by the reduction factor when the
-    sprite shrinks.
+    sprite shrinks, with weights normalised as if the samples went on as zeros outside.
 
     Args:
         centre: `(B, T)` in pixels.
         edge: `(B, T)` in pixels, above 0.
         length: Pixels of the axis.
         p: Samples P of the sprite.
+        reach: Samples that the widest filter covers on one side.
 
     Returns:
         `(B, T, length, P)`; a row sums to 1 inside the sprite and to 0 outside.
     """
     device = centre.device
-    scale = (edge / p)[..., None, None]  # pixels per sample
-    pixel = torch.arange(length, device=device)[:, None] + 0.5
-    sample = torch.arange(p, device=device) + 0.5
-    distance = (pixel - centre[..., None, None]) / scale - (sample - p / 2)  # in samples
-    shrink = scale.clamp_max(1.0)
-    d = (distance * shrink).abs_()
+    scale = edge[..., None] / p  # pixels per sample
+    pixel = torch.arange(length, device=device) + 0.5
+    position = (pixel - centre[..., None]) / scale + (p / 2 - 0.5)  # [B, T, length], in samples
+    shrink = scale.clamp_max(1.0)[..., None]
+    weight = _keys_kernel((position[..., None] - torch.arange(p, device=device)) * shrink)
+    fraction = position - position.floor()
+    around = torch.arange(-reach, reach + 2, device=device)
+    total = _keys_kernel((fraction[..., None] - around) * shrink).sum(-1, keepdim=True)
+    return weight / total
+
+
+def _keys_kernel(distance: torch.Tensor) -> torch.Tensor:
+    d = distance.abs()
     near = (1.5 * d - 2.5) * d * d + 1
     far = ((-0.5 * d + 2.5) * d - 4) * d + 2
-    weight = torch.where(d < 1, near, torch.where(d < 2, far, 0.0))
-    return weight * shrink
+    return torch.where(d < 1, near, torch.where(d < 2, far, 0.0))
 
 
 def background(batch: SpecBatch, height: int, width: int) -> torch.Tensor:
@@ -193,9 +204,9 @@ def background(batch: SpecBatch, height: int, width: int) -> torch.Tensor:
     device = batch.seed.device
     u = hash_uniform(batch.seed, 5 + 3 * _WAVES)
     base = torch.tensor(COLOUR_RGB, device=device)[batch.colour] + _COLOUR_JITTER * (2 * u[:, :3] - 1)  # [B, 3]
-    side = min(height, width)
+    side = max(height, width)
     y = ((torch.arange(height, device=device) + 0.5) - height / 2) / side
-    x = ((torch.arange(width, device=device) + 0.5) - width / 2) / side  # [-1/2, 1/2] along the shorter side
+    x = ((torch.arange(width, device=device) + 0.5) - width / 2) / side  # [-1/2, 1/2] along the longer side
     textured = (batch.background == BACKGROUNDS.index("texture")).float()[:, None, None]
 
     def ramp(angle: torch.Tensor) -> torch.Tensor:
@@ -206,6 +217,6 @@ def background(batch: SpecBatch, height: int, width: int) -> torch.Tensor:
     shade = (0.05 + 0.10 * u[:, 3])[:, None, None] * ramp(u[:, 4]) * (1 - 0.5 * textured)
     for wave in range(_WAVES):
         angle, frequency, start = u[:, 5 + 3 * wave : 8 + 3 * wave].unbind(1)
-        cycles = (0.5 + 1.0 * frequency)[:, None, None] * ramp(angle) + start[:, None, None]
-        shade = shade + textured * 0.014 * torch.cos(2 * torch.pi * cycles)
+        cycles = (0.4 + 0.6 * frequency)[:, None, None] * ramp(angle) + start[:, None, None]
+        shade = shade + textured * 0.013 * torch.cos(2 * torch.pi * cycles)
     return (base[:, :, None, None] + shade[:, None]).clamp(0, 1)

@@ -143,10 +143,10 @@ def _look(video: torch.Tensor, bank: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def estimate_background(video: torch.Tensor) -> torch.Tensor:
-    """The clips' still background as a smooth quadratic surface through the frame's border.
+    """The clips' still background as a smooth cubic surface through the frame's border.
 
-    The median over time drops a sprite that touches the border now and then; a second fit without outliers drops one
-    that always does.
+    The median over time drops a sprite that touches the border now and then; fits without outliers drop one that
+    always does.
 
     Args:
         video: `(B, 3, T, H, W)`.
@@ -158,18 +158,18 @@ def estimate_background(video: torch.Tensor) -> torch.Tensor:
     ring = _ring(height, width, video.device)
     y = torch.linspace(-1, 1, height, device=video.device)[:, None].expand(height, width)
     x = torch.linspace(-1, 1, width, device=video.device).expand(height, width)
-    basis = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], -1)  # [H, W, 6]
-    inner = basis[ring]  # [N, 6]
+    terms = [x**i * y**k for degree in range(4) for i in range(degree + 1) for k in [degree - i]]
+    basis = torch.stack(terms, -1)  # [H, W, 10], by degree
     value = video[..., ring].nan_to_num().median(2).values.transpose(1, 2)  # [B, N, 3]
-    weight = value.new_ones(value.shape[:2])
-    # The first round fits around the median colour of the border: a plane through outliers would hide them.
-    error = (value - value.median(1, keepdim=True).values).abs().amax(2)
-    ridge = 1e-4 * len(inner) * torch.eye(6, device=video.device)
-    for tolerance in (0.25, 0.08):
-        weight = (error < tolerance).float()
-        weighted = inner * weight[..., None]  # [B, N, 6]
-        coefficients = torch.linalg.solve(weighted.transpose(1, 2) @ inner + ridge, weighted.transpose(1, 2) @ value)
-        error = (value - inner @ coefficients).abs().amax(2)
+    surface = value.median(1, keepdim=True).values
+    # Stiff first: a cubic through outliers would hide them. A plane has the first 3 terms.
+    for count, tolerance in ((3, 0.25), (10, 0.12), (10, 0.06)):
+        inner = basis[ring][:, :count]  # [N, count]
+        weight = ((value - surface).abs().amax(2, keepdim=True) < tolerance).float()
+        weighted = (inner * weight).transpose(1, 2)  # [B, count, N]
+        ridge = 1e-4 * len(inner) * torch.eye(count, device=video.device)
+        coefficients = torch.linalg.solve(weighted @ inner + ridge, weighted @ value)
+        surface = inner @ coefficients
     return torch.einsum("hwk,bkc->bchw", basis, coefficients)
 
 

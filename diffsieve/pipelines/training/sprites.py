@@ -15,6 +15,7 @@ import subprocess
 import tarfile
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -246,5 +247,6 @@ def _write(out: Path, stack: np.ndarray, names: tuple[str, ...]) -> None:
             np.savez_compressed(file, rgba_dx=rgba_dx, names=np.array(names))
         partial.replace(out)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise UserInputError(f"out must be a writable file path, got {out}: {error}") from error
