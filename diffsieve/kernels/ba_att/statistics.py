@@ -6,8 +6,8 @@ import torch
 
 __all__ = ["BlockStatistics", "block_means", "block_sizes", "block_statistics"]
 
-# Elements of the input that are centred at a time in eager mode: bounds the temporary copy (256 MiB in fp32).
-_CHUNK = 1 << 26
+# Elements centred at a time in eager mode, whole heads: on a CPU the copy stays in the cache, elsewhere within 256 MiB.
+_CHUNK_CPU, _CHUNK = 1 << 18, 1 << 26
 
 
 class BlockStatistics(NamedTuple):
@@ -38,14 +38,11 @@ def block_statistics(tokens: torch.Tensor, block_size: int) -> BlockStatistics:
     """
     mean = block_means(tokens, block_size)
     heads_at_once = tokens.shape[1]
-    if not torch.compiler.is_compiling():
-        per_head = tokens.shape[0] * tokens.shape[2] * tokens.shape[3]
-        heads_at_once = max(1, _CHUNK // max(1, per_head))
-    variances = [
-        _block_variances(tokens[:, head : head + heads_at_once], mean[:, head : head + heads_at_once], block_size)
-        for head in range(0, tokens.shape[1], heads_at_once)
-    ]
-    variance = variances[0] if len(variances) == 1 else torch.cat(variances, dim=1)
+    if not torch.compiler.is_compiling():  # compiled code fuses the passes and needs no copy
+        budget = _CHUNK_CPU if tokens.device.type == "cpu" else _CHUNK
+        heads_at_once = max(1, budget * heads_at_once // tokens.numel())
+    chunks = zip(tokens.split(heads_at_once, dim=1), mean.split(heads_at_once, dim=1), strict=True)
+    variance = _cat([_block_variances(x, m, block_size) for x, m in chunks], dim=1)
     return BlockStatistics(mean, variance, block_sizes(tokens.shape[2], block_size, mean))
 
 
@@ -56,7 +53,7 @@ def block_means(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
     means = [whole.mean(dim=3, dtype=dtype)]
     if tail.shape[2]:
         means.append(tail.mean(dim=2, keepdim=True, dtype=dtype))
-    return means[0] if len(means) == 1 else torch.cat(means, dim=2)
+    return _cat(means, dim=2)
 
 
 def block_sizes(num_tokens: int, block_size: int, like: torch.Tensor) -> torch.Tensor:
@@ -75,7 +72,11 @@ def split_blocks(tokens: torch.Tensor, block_size: int) -> tuple[torch.Tensor, t
 def _block_variances(tokens: torch.Tensor, mean: torch.Tensor, block_size: int) -> torch.Tensor:
     whole, tail = split_blocks(tokens, block_size)
     num_whole = whole.shape[2]
-    variances = [(whole - mean[:, :, :num_whole, None]).square().mean(dim=3)]
+    variances = [(whole - mean[:, :, :num_whole, None]).square_().mean(dim=3)]
     if tail.shape[2]:
-        variances.append((tail - mean[:, :, num_whole:]).square().mean(dim=2, keepdim=True))
-    return variances[0] if len(variances) == 1 else torch.cat(variances, dim=2)
+        variances.append((tail - mean[:, :, num_whole:]).square_().mean(dim=2, keepdim=True))
+    return _cat(variances, dim=2)
+
+
+def _cat(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
