@@ -4,7 +4,7 @@
 
 Recall: exact attention mass inside the kept blocks, mean over queries. "var" are heads whose token norms differ, "flat"
 are heads whose norms hardly do. `oracle` selects by the true mass in that order; `calibrated` takes the order that
-`choose_orders` picks per head; `best_order` the best one in hindsight. Sorts descend unless said. The method of the paper
+`choose_orders` picks per head; `best_order` the best in hindsight. Sorts descend unless said. The method of the paper
 is `norm_sort ascending / eq14`.
 """
 

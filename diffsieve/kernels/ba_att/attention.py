@@ -4,6 +4,8 @@ Shapes: B batch, H query heads, Hkv key heads, L tokens, D channels, N blocks. T
 tokens stay dense: their rows see all keys, their keys are kept by every row as blocks of their own.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -69,6 +71,7 @@ def ba_attention(
     scale: float | None = None,
     backend: str = "auto",
     return_info: bool = False,
+    timer: Callable[[str], AbstractContextManager[object]] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, BAAttInfo]:
     """Attend to the key blocks that block moments predict to matter (BA-Att).
 
@@ -104,6 +107,8 @@ def ba_attention(
         scale: factor of the logits, default 1 / sqrt(D).
         backend: backend of `block_sparse_attention`.
         return_info: also return `BAAttInfo`.
+        timer: gives a context manager to run a part of the call in: "selection" (order to selection; again to undo the
+            order) or "attention". Eager mode only.
 
     Returns:
         (B, H, L, D) in the dtype of `query`, and `BAAttInfo` if asked for.
@@ -115,74 +120,81 @@ def ba_attention(
     if not torch.compiler.is_compiling():
         _check(query, key, value, density, block_size, compensate, score, top_p, min_density, text_prefix, text_suffix)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    stage = nullcontext if timer is None else timer
     num_text = text_prefix + text_suffix
     video = slice(text_prefix, query.shape[2] - text_suffix)
     video_query, video_key, video_value = query[:, :, video], key[:, :, video], value[:, :, video]
 
-    order = token_orders(
-        video_query.detach(),
-        video_key.detach(),
-        grid_thw=grid_thw,
-        orders=orders,
-        block_size=block_size,
-        window=window,
-        descending=descending,
-    )
-    q = gather_tokens(video_query, order.query)
-    k, v = gather_tokens(video_key, order.key), gather_tokens(video_value, order.key)
-    query_stats, key_stats = block_statistics(q.detach(), block_size), block_statistics(k.detach(), block_size)
-    scores = score_blocks(
-        score,
-        query_stats,
-        key_stats,
-        k.detach(),
-        block_size,
-        beta=beta,
-        center_keys=center_keys,
-        log_count=log_count or top_p is not None,
-        second_order=second_order,
-        scale=scale,
-    )
-
-    num_text_blocks = -(-num_text // block_size)
-    num_video_blocks = key_stats.size.shape[0]
-    budget = kept_blocks(num_video_blocks + num_text_blocks, density)
-    kept = min(num_video_blocks, max(1, budget - num_text_blocks))
-    block_count = None
-    if top_p is None:
-        block_index = select_blocks(scores, kept)
-    else:
-        floor = kept_blocks(num_video_blocks + num_text_blocks, min_density)
-        fewest = min(kept, max(1, floor - num_text_blocks))
-        block_index, block_count = select_blocks_top_p(scores, top_p, min_blocks=fewest, max_blocks=kept)
+    with stage("selection"):
+        order = token_orders(
+            video_query.detach(),
+            video_key.detach(),
+            grid_thw=grid_thw,
+            orders=orders,
+            block_size=block_size,
+            window=window,
+            descending=descending,
+        )
+        q = gather_tokens(video_query, order.query)
+        k, v = gather_tokens(video_key, order.key), gather_tokens(video_value, order.key)
+        query_stats, key_stats = block_statistics(q.detach(), block_size), block_statistics(k.detach(), block_size)
+        scores = score_blocks(
+            score,
+            query_stats,
+            key_stats,
+            k.detach(),
+            block_size,
+            beta=beta,
+            center_keys=center_keys,
+            log_count=log_count or top_p is not None,
+            second_order=second_order,
+            scale=scale,
+        )
+        kept = _video_budget(density, key_stats, num_text, block_size)
+        block_count = None
+        if top_p is None:
+            block_index = select_blocks(scores, kept)
+        else:
+            fewest = min(kept, _video_budget(min_density, key_stats, num_text, block_size))
+            block_index, block_count = select_blocks_top_p(scores, top_p, min_blocks=fewest, max_blocks=kept)
 
     attend = partial(_attend, block_size=block_size, scale=scale, backend=backend)
-    if compensate == "none" and not num_text:
-        out, _ = attend(q, k, v, block_index, block_count, return_lse=False)
-    else:
-        out, lse = attend(q, k, v, block_index, block_count)
-        if compensate == "centroid" and kept < num_video_blocks:
-            kept_mask = block_mask(block_index, block_count, num_video_blocks)
-            out, lse = _add_centroids(out, lse, q, key_stats, block_means(v, block_size), kept_mask, block_size, scale)
-        if num_text:
-            text_key, text_value = (_text_tokens(x, text_prefix, text_suffix) for x in (key, value))
-            every = torch.arange(num_text_blocks, dtype=torch.int32, device=q.device)
-            every = every.expand(*block_index.shape[:3], num_text_blocks).contiguous()
-            out, _ = _merge(out, lse, *attend(q, text_key, text_value, every, None))
-    out = undo_order(out, order.query)
+    with stage("attention"):
+        if compensate == "none" and not num_text:
+            out, _ = attend(q, k, v, block_index, block_count, return_lse=False)
+        else:
+            out, lse = attend(q, k, v, block_index, block_count)
+            if compensate == "centroid":
+                kept_mask = block_mask(block_index, block_count, scores.shape[-1])
+                value_mean = block_means(v, block_size)
+                out, lse = _add_centroids(out, lse, q, key_stats, value_mean, kept_mask, block_size, scale)
+            if num_text:
+                text_key, text_value = (_text_tokens(x, text_prefix, text_suffix) for x in (key, value))
+                every = torch.arange(-(-num_text // block_size), dtype=torch.int32, device=q.device)
+                every = every.expand(*block_index.shape[:3], -1).contiguous()
+                out, _ = _merge(out, lse, *attend(q, text_key, text_value, every, None))
+    with stage("selection"):
+        out = undo_order(out, order.query)
     if num_text:
-        rows = torch.nn.functional.scaled_dot_product_attention(
-            _text_tokens(query, text_prefix, text_suffix),
-            key,
-            value,
-            scale=scale,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
-        out = torch.cat([rows[:, :, :text_prefix], out, rows[:, :, text_prefix:]], dim=2)
+        with stage("attention"):
+            rows = torch.nn.functional.scaled_dot_product_attention(
+                _text_tokens(query, text_prefix, text_suffix),
+                key,
+                value,
+                scale=scale,
+                enable_gqa=key.shape[1] != query.shape[1],
+            )
+            out = torch.cat([rows[:, :, :text_prefix], out, rows[:, :, text_prefix:]], dim=2)
     if not return_info:
         return out
     chosen = choose_backend(q, k, block_size=block_size, backend=backend).name
     return out, _info(block_index, block_count, query_stats, key_stats, query.shape, num_text, block_size, chosen)
+
+
+def _video_budget(density: float, key_stats: BlockStatistics, num_text: int, block_size: int) -> int:
+    """Video blocks kept per row: what the text blocks leave of the budget, at least one."""
+    video, text = key_stats.size.shape[0], -(-num_text // block_size)
+    return min(video, max(1, kept_blocks(video + text, density) - text))
 
 
 def _attend(

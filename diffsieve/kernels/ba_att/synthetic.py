@@ -34,7 +34,7 @@ class SyntheticHead:
         rough_norm: spread of the token norms from token to token; heavy-tailed from 0.2 on.
         noise: size of independent noise in queries and keys.
         top_share: attention mass that the top 13 % of the keys of a query hold, in (0, 1).
-        sink: "none"; "big": 24 random keys attract every query; "small": so do they, with a small norm; "frame": frame 0.
+        sink: "none"; "big": 24 random keys attract all queries; "small": the same with a small norm; "frame": frame 0.
         sink_mass: attention mass of the sinks, in [0, 1).
     """
 
