@@ -1,0 +1,291 @@
+"""The whole BA-Att call against its definition in fp64 and against dense attention."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from diffsieve import BackendUnavailableError, UserInputError
+from diffsieve.kernels.ba_att import CANDIDATE_ORDERS, ba_attention, block_mask
+from diffsieve.kernels.ba_att.reference import ba_attention_reference
+
+PAPER = {"descending": False, "beta": 1.0, "center_keys": False, "log_count": False}
+PRESETS = {"default": {}, "paper": PAPER, "paper-mean": {**PAPER, "second_order": False}}
+GRIDS = {1: (1, 1, 1), 127: (1, 1, 127), 128: (2, 8, 8), 129: (3, 43, 1), 450: (5, 9, 10), 6720: (7, 24, 40)}
+
+
+def qkv(generator, length, heads=3, key_heads=None, dim=16, batch=2, dtype=torch.float64):
+    """Inputs in the memory order of a diffusers processor, sharp enough that the selection matters."""
+
+    def one(num, gain, bias):
+        tokens = torch.randn(batch, length, num, dim, generator=generator, dtype=torch.float64)
+        uneven = 0.5 + torch.rand(batch, length, num, 1, generator=generator, dtype=torch.float64)
+        return (gain * tokens * uneven + bias).to(dtype).transpose(1, 2)
+
+    return one(heads, 2.0, 0.3), one(key_heads or heads, 2.0, 1.0), one(key_heads or heads, 1.0, 0.0)
+
+
+def check_against_reference(inputs, **options):
+    out, info = ba_attention(*inputs, return_info=True, **options)
+    expected, kept = ba_attention_reference(*inputs, **options)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+    for b, in_batch in enumerate(kept):
+        for h, rows in enumerate(in_batch):
+            for g, row in enumerate(rows):
+                count = len(row) if info.block_count is None else info.block_count[b, h, g]
+                assert info.block_index[b, h, g, :count].tolist() == row
+    return out, info
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("orders", [*CANDIDATE_ORDERS, "table"])
+def test_matches_reference(orders, preset, generator):
+    orders = torch.tensor([3, 4, 1]) if orders == "table" else orders
+    check_against_reference(
+        qkv(generator, 450), grid_thw=GRIDS[450], orders=orders, density=0.4, block_size=32, **PRESETS[preset]
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "heads"),
+    [(1, 1, 1), (1, 2, 3), (127, 2, 3), (128, 2, 1), (128, 2, 3), (129, 2, 3), (450, 2, 1), (6720, 1, 1)],
+)
+def test_matches_reference_at_any_length(length, batch, heads, generator):
+    orders = torch.tensor([3, 4, 0])[:heads]
+    inputs = qkv(generator, length, heads=heads, batch=batch)
+    check_against_reference(inputs, grid_thw=GRIDS[length], orders=orders, density=0.3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score": "halfk"},
+        {"compensate": "centroid"},
+        {"compensate": "centroid", "density": 1.0},
+        {"top_p": 0.7, "density": 0.8, "min_density": 0.1},
+        {"top_p": 0.6, "density": 1.0, "compensate": "centroid"},
+        {"top_p": 1.0, "density": 0.5},
+        {"scale": 0.11, "window": 96},
+        {"text_prefix": 40, "text_suffix": 7},
+        {"text_suffix": 33, "compensate": "centroid", "top_p": 0.5},
+        {"text_prefix": 1, "density": 0.01},
+    ],
+    ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items()),
+)
+@pytest.mark.parametrize("orders", ["raster", "table"])
+def test_options_match_reference(orders, options, generator):
+    orders = torch.tensor([2, 3, 1, 4]) if orders == "table" else orders
+    length = 450 + options.get("text_prefix", 0) + options.get("text_suffix", 0)
+    inputs = qkv(generator, length, heads=4, key_heads=2)
+    check_against_reference(inputs, grid_thw=GRIDS[450], orders=orders, block_size=32, **{"density": 0.4, **options})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("orders", [*CANDIDATE_ORDERS, "table"])
+def test_all_blocks_are_dense_attention(orders, preset, generator):
+    orders = torch.tensor([4, 3, 2]) if orders == "table" else orders
+    inputs = qkv(generator, 450)
+    dense = scaled_dot_product_attention(*inputs)
+    for extra in ({}, {"top_p": 1.0}, {"compensate": "centroid"}):
+        out = ba_attention(
+            *inputs, grid_thw=GRIDS[450], orders=orders, density=1.0, block_size=32, **extra, **PRESETS[preset]
+        )
+        torch.testing.assert_close(out, dense, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 0.002), (torch.bfloat16, 0.005)], ids=["fp32", "bf16"])
+def test_low_precision_at_full_density(dtype, bound, generator):
+    # fp32 statistics and sorts of rounded inputs; with all blocks kept no choice can differ.
+    inputs = qkv(generator, 450, dtype=dtype)
+    exact = scaled_dot_product_attention(*(x.double() for x in inputs))
+    out = ba_attention(*inputs, grid_thw=GRIDS[450], orders=torch.tensor([4, 3, 1]), density=1.0, block_size=32)
+    assert out.dtype is dtype
+    assert (out.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt() < bound
+
+
+def test_one_kept_block(generator):
+    _, info = check_against_reference(
+        qkv(generator, 450), grid_thw=GRIDS[450], orders="hilbert_window", density=0.001, block_size=32
+    )
+    assert info.block_index.shape[-1] == 1
+
+
+def test_common_key_shift(generator):
+    query, key, value = qkv(generator, 450)
+    shift = 2 * torch.randn(16, generator=generator, dtype=torch.float64)
+
+    def kept(keys, **options):
+        options = {"grid_thw": GRIDS[450], "density": 0.3, "block_size": 32, "return_info": True, **options}
+        return ba_attention(query, keys, value, **options)
+
+    for orders in ("raster", "hilbert", "hilbert_window"):
+        before, after = kept(key, orders=orders), kept(key + shift, orders=orders)
+        assert torch.equal(before[1].block_index, after[1].block_index)
+        torch.testing.assert_close(before[0], after[0], rtol=0, atol=1e-10)
+    before, after = (kept(keys, orders="raster", **PAPER)[1].block_index for keys in (key, key + shift))
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("orders", [*CANDIDATE_ORDERS, "table"])
+def test_nothing_beyond_the_end_is_read(orders, generator):
+    orders = torch.tensor([4, 3, 1]) if orders == "table" else orders
+    inputs = [x.contiguous().float() for x in qkv(generator, 450)]
+    padded = [torch.full((2, 3, 512, 16), torch.nan) for _ in inputs]
+    for whole, x in zip(padded, inputs, strict=True):
+        whole[:, :, :450] = x
+    options = {"grid_thw": GRIDS[450], "orders": orders, "density": 0.4, "block_size": 64}
+    out = ba_attention(*(x[:, :, :450] for x in padded), **options)
+    assert torch.isfinite(out).all()
+    assert torch.equal(out, ba_attention(*inputs, **options))
+
+
+def test_repeats_bit_for_bit(generator):
+    inputs = qkv(generator, 450, dtype=torch.float32)
+    options = {"grid_thw": GRIDS[450], "orders": torch.tensor([4, 3, 1]), "density": 0.4, "block_size": 32}
+    (first, info), (second, again) = (ba_attention(*inputs, return_info=True, **options) for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(info.block_index, again.block_index)
+
+
+@pytest.mark.parametrize(("prefix", "suffix"), [(0, 0), (40, 7)], ids=["video", "text"])
+@pytest.mark.parametrize("top_p", [None, 0.6])
+def test_info_counts_what_the_mask_keeps(top_p, prefix, suffix, generator):
+    num_text = prefix + suffix
+    length = 450 + num_text
+    _, info = ba_attention(
+        *qkv(generator, length),
+        grid_thw=GRIDS[450],
+        orders="hilbert",
+        density=0.5,
+        block_size=32,
+        top_p=top_p,
+        text_prefix=prefix,
+        text_suffix=suffix,
+        return_info=True,
+    )
+    mask = block_mask(info.block_index, info.block_count, 15)
+    sizes = torch.tensor([32] * 14 + [2])
+    text = -(-num_text // 32)
+    pairs = mask.sum() + 6 * (text * 15 + text * 15 + text * text)
+    token_pairs = (mask * sizes * sizes[:, None]).sum() + 6 * num_text * (450 + length)
+    assert info.kept_pairs == pairs
+    assert info.total_pairs == 6 * (15 + text) ** 2
+    assert info.kept_token_pairs == token_pairs
+    assert info.total_token_pairs == 6 * length**2
+    assert info.backend == "torch"
+
+
+def test_text_blocks_count_in_the_budget(generator):
+    options = {"grid_thw": GRIDS[450], "orders": "raster", "block_size": 32, "return_info": True}
+    # 15 video and 5 text blocks: half of 20 leaves 5 for the video.
+    _, info = ba_attention(*qkv(generator, 450 + 150), density=0.5, text_suffix=150, **options)
+    assert info.block_index.shape[-1] == 5
+
+
+def test_gradients(generator):
+    inputs = [x.detach().requires_grad_() for x in qkv(generator, 20, heads=2, dim=3, batch=1)]
+    options = {"grid_thw": (1, 4, 5), "orders": torch.tensor([3, 4]), "density": 0.5, "block_size": 4}
+    for extra in ({}, {"compensate": "centroid"}):
+        out = ba_attention(*inputs, **options, **extra)
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), inputs))
+    # Kept blocks are constants of the derivative, so that all blocks give the dense one.
+    out = ba_attention(*inputs, **{**options, "density": 1.0})
+    got = torch.autograd.grad(out.sin().sum(), inputs)
+    expected = torch.autograd.grad(scaled_dot_product_attention(*inputs).sin().sum(), inputs)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("score", ["moments", "halfk"])
+def test_nan_stays_visible_and_local(score, generator):
+    query, key, value = qkv(generator, 450, dtype=torch.float32)
+    clean = ba_attention(query, key, value, grid_thw=GRIDS[450], orders="hilbert", density=0.4, block_size=32)
+    query = query.clone()
+    query[0, 1, 100] = torch.nan
+    options = {"grid_thw": GRIDS[450], "density": 0.4, "block_size": 32, "score": score, "return_info": True}
+    for orders in ("hilbert", torch.tensor([4, 3, 2])):
+        out, info = ba_attention(query, key, value, orders=orders, **options)
+        assert torch.isnan(out[0, 1, 100]).all()
+        assert torch.isfinite(out).all(dim=-1).sum() == 2 * 3 * 450 - 1
+        assert 0 <= info.block_index.min() <= info.block_index.max() < 15
+    # With NaN in a key, every row that keeps its block is NaN; other heads do not notice.
+    key = key.clone()
+    key[0, 0, 3] = torch.nan
+    out, info = ba_attention(query.nan_to_num(), key, value, orders="hilbert", **options)
+    rows_with_nan = torch.isnan(out[0, 0]).any(dim=-1).sum()
+    assert rows_with_nan > 0
+    assert torch.isfinite(out[1]).all()
+    assert (info.block_index.diff(dim=-1) > 0).all()
+    if score == "moments":
+        torch.testing.assert_close(out[1], clean[1], rtol=0, atol=0)
+
+
+def test_timer_sees_both_stages(generator):
+    seen = []
+
+    @contextmanager
+    def timer(name):
+        seen.append(name)
+        yield
+
+    options = {"grid_thw": GRIDS[450], "orders": "hilbert", "density": 0.4, "block_size": 32}
+    inputs = qkv(generator, 450)
+    assert torch.equal(ba_attention(*inputs, timer=timer, **options), ba_attention(*inputs, **options))
+    assert seen == ["selection", "attention", "selection"]
+
+
+GOOD = {"grid_thw": GRIDS[450], "orders": "raster", "density": 0.5, "block_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0}, r"density must be in \(0, 1\], got 0"),
+        ({"density": 1.5}, r"density must be in \(0, 1\], got 1.5"),
+        ({"density": float("nan")}, r"density must be in \(0, 1\], got nan"),
+        ({"block_size": 0}, "block_size must be a positive integer, got 0"),
+        ({"block_size": -128}, "block_size must be a positive integer, got -128"),
+        ({"block_size": 64.0}, "block_size must be a positive integer, got 64.0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"min_density": 0.7}, r"min_density must be in \[0, density=0.5\], got 0.7"),
+        ({"compensate": "mean"}, "compensate must be .* got 'mean'"),
+        ({"score": "max"}, "score must be .* got 'max'"),
+        ({"text_prefix": -1}, "text_prefix must be at least 0, got -1"),
+        (
+            {"text_prefix": 400, "text_suffix": 50},
+            r"text_prefix \+ text_suffix must be below .* \(450\), got 400 \+ 50",
+        ),
+        ({"grid_thw": (5, 9, 9)}, r"grid_thw must have as many points .* \(450\)"),
+        ({"orders": "spiral"}, "orders must be one of"),
+        ({"window": 33, "orders": "hilbert_window"}, "window must be a positive multiple"),
+        ({"backend": "cuda"}, "backend must be one of"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()),
+)
+def test_bad_options(options, message, generator):
+    with pytest.raises(UserInputError, match=message):
+        ba_attention(*qkv(generator, 450), **{**GOOD, **options})
+
+
+def test_bad_tensors(generator):
+    query, key, value = qkv(generator, 450, heads=4)
+    cases = [
+        ((query[0], key, value), "query must have 4 dimensions"),
+        ((query, key.float(), value), "key must be torch.float64 on cpu like query, got torch.float32 on cpu"),
+        ((query, key, value[:, :, 1:]), "value must have the shape of key"),
+        (
+            (query, key[:, :3], value[:, :3]),
+            r"key must have shape \(2, a divisor of 4, 450, 16\), got \(2, 3, 450, 16\)",
+        ),
+        ((query, key[:1], value[:1]), "key must have shape"),
+        ((query, key[:, :, 1:], value[:, :, 1:]), "key must have shape"),
+        ((query, key.to("meta"), value), "key must be torch.float64 on cpu like query, got torch.float64 on meta"),
+    ]
+    for inputs, message in cases:
+        with pytest.raises(UserInputError, match=message):
+            ba_attention(*inputs, **GOOD)
+
+
+def test_named_backend_never_falls_back(generator):
+    with pytest.raises(BackendUnavailableError, match="triton"):
+        ba_attention(*qkv(generator, 450), **GOOD, backend="triton")
