@@ -68,10 +68,17 @@ def gate_cases() -> list[tuple[str, AttentionCase]]:
 
 
 def check_case(job: tuple[str, AttentionCase]) -> dict[str, Any]:
+    """`errors_of_case`, with an exception as a failure of that case alone."""
+    try:
+        return errors_of_case(*job)
+    except Exception as error:
+        return {"case": f"{job[1]}-{job[0]}", "ok": False, "exception": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def errors_of_case(dtype: str, case: AttentionCase) -> dict[str, Any]:
     """Errors of the Triton kernel (descriptors where possible, and pointers) and of the torch backend on one case."""
     from diffsieve.kernels.block_sparse.triton_backend import block_sparse_attention_triton
 
-    dtype, case = job
     inputs = testing.make_inputs(case, dtype=DTYPES[dtype], device="cuda")
     exact, exact_lse = testing.exact_attention(inputs, block_size=case.block_size)
     bound = testing.error_bound(testing.masked_sdpa(inputs, block_size=case.block_size), exact)
@@ -176,37 +183,6 @@ def run_triton(
     )[0]  # fmt: skip
 
 
-def sampled_errors(inputs: AttentionInputs, out: torch.Tensor, block_size: int, samples: int = 24) -> dict[str, float]:
-    """Error ratio and its bound on `samples` query blocks, the last one included, against fp64."""
-    query, key, value, index, count = inputs.tensors()
-    heads, len_q, len_k = query.shape[1], query.shape[2], key.shape[2]
-    generator = torch.Generator().manual_seed(testing.SEED)
-    blocks = torch.randint(0, index.shape[2], (samples,), generator=generator)
-    blocks[-1] = index.shape[2] - 1
-    parts: dict[str, list[torch.Tensor]] = {"exact": [], "dense": [], "ours": []}
-    for sample, block in enumerate(blocks.tolist()):
-        head = sample % heads
-        kept = index[0, head, block].long()
-        if count is not None:
-            kept = kept[: int(count[0, head, block])]
-            if kept.numel() == 0:
-                continue
-        tokens = (kept[:, None] * block_size + torch.arange(block_size, device=kept.device)).flatten()
-        tokens = tokens[tokens < len_k]
-        rows = slice(block * block_size, min((block + 1) * block_size, len_q))
-        q, k, v = query[:1, head, rows], key[:1, head, tokens], value[:1, head, tokens]
-        logits = q.double() @ k.double().transpose(1, 2) * q.shape[-1] ** -0.5
-        parts["exact"].append(logits.softmax(-1) @ v.double())
-        parts["dense"].append(scaled_dot_product_attention(q[None], k[None], v[None])[0])
-        parts["ours"].append(out[:1, head, rows])
-    exact, dense, ours = (torch.cat(parts[name], dim=1) for name in ("exact", "dense", "ours"))
-    finite = bool(out.isfinite().all())
-    return {
-        "error": testing.error_ratio(ours, exact) if finite else float("inf"),
-        "bound": testing.error_bound(dense, exact),
-    }
-
-
 class Timings:
     """Collects rows, prints each, and rewrites the JSON file after each."""
 
@@ -226,7 +202,7 @@ class Timings:
         try:
             with testing.poisoned_memory():
                 out = function()
-            row |= sampled_errors(inputs, out, block_size)
+            row |= testing.sampled_errors(inputs, out, block_size)
             del out
             row["ok"] = row["error"] <= row["bound"]
         except Exception as error:  # a tile that does not compile or fit is a result of the sweep, not its end

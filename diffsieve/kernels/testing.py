@@ -161,16 +161,40 @@ def error_bound(rounded: Tensor, expected: Tensor) -> float:
     return 2 * error_ratio(rounded, expected) + torch.finfo(rounded.dtype).eps / 4
 
 
-def _random(case: AttentionCase, heads: int, length: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    x = torch.randn(case.batch, heads, length, case.dim, generator=generator, device=generator.device)
-    return (x * case.gain).to(dtype)
+def sampled_errors(inputs: AttentionInputs, out: Tensor, block_size: int, samples: int = 24) -> dict[str, float]:
+    """`error_ratio` and `error_bound` of an output on some query blocks, for problems too large for a written-out mask.
 
-
-def _with_nan_beyond(x: Tensor, rows: int = 40) -> Tensor:
-    batch, heads, length, dim = x.shape
-    longer = x.new_full((batch, heads, length + rows, dim), float("nan"))
-    longer[:, :, :length] = x
-    return longer[:, :, :length]
+    Query blocks are drawn at random, and the last one is among them; heads take turns. The trusted result in the
+    dtype of the inputs is PyTorch's attention over the gathered keys. The error is infinite unless all of `out` is
+    finite.
+    """
+    query, key, value, index, count = inputs.tensors()
+    heads, len_q, len_k = query.shape[1], query.shape[2], key.shape[2]
+    generator = torch.Generator().manual_seed(SEED)
+    blocks = torch.randint(0, index.shape[2], (samples,), generator=generator)
+    blocks[-1] = index.shape[2] - 1
+    parts: dict[str, list[Tensor]] = {"exact": [], "dense": [], "ours": []}
+    for sample, block in enumerate(blocks.tolist()):
+        head = sample % heads
+        kept = index[0, head, block].long()
+        if count is not None:
+            kept = kept[: int(count[0, head, block])]
+            if kept.numel() == 0:
+                continue
+        tokens = (kept[:, None] * block_size + torch.arange(block_size, device=kept.device)).flatten()
+        tokens = tokens[tokens < len_k]
+        rows = slice(block * block_size, min((block + 1) * block_size, len_q))
+        q, k, v = query[:1, head, rows], key[:1, head, tokens], value[:1, head, tokens]
+        logits = q.double() @ k.double().transpose(1, 2) * q.shape[-1] ** -0.5
+        parts["exact"].append(logits.softmax(-1) @ v.double())
+        parts["dense"].append(scaled_dot_product_attention(q[None], k[None], v[None])[0])
+        parts["ours"].append(out[:1, head, rows])
+    exact, dense, ours = (torch.cat(parts[name], dim=1) for name in ("exact", "dense", "ours"))
+    finite = bool(out.isfinite().all())
+    return {
+        "error": error_ratio(ours, exact) if finite else float("inf"),
+        "bound": error_bound(dense, exact),
+    }
 
 
 @contextmanager
@@ -197,3 +221,15 @@ def lse_bound(rounded: Tensor, expected: Tensor) -> float:
     finite = expected[expected.isfinite()]
     largest = finite.abs().max().item() if finite.numel() else 0.0
     return 2 * lse_error(rounded, expected) + 4 * torch.finfo(torch.float32).eps * (1.0 + largest)
+
+
+def _random(case: AttentionCase, heads: int, length: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    x = torch.randn(case.batch, heads, length, case.dim, generator=generator, device=generator.device)
+    return (x * case.gain).to(dtype)
+
+
+def _with_nan_beyond(x: Tensor, rows: int = 40) -> Tensor:
+    batch, heads, length, dim = x.shape
+    longer = x.new_full((batch, heads, length + rows, dim), float("nan"))
+    longer[:, :, :length] = x
+    return longer[:, :, :length]

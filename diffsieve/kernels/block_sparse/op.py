@@ -95,15 +95,15 @@ def choose_backend(query: Tensor, key: Tensor, *, block_size: int, backend: str 
         raise UserInputError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend in ("reference", "torch"):
         return BackendChoice(backend, "asked for by name")
-    obstacle = _triton_obstacle(query, key, block_size)
+    if backend == "auto" and query.device.type == "cpu":
+        return BackendChoice("torch", "cpu tensors: triton needs a CUDA GPU")
+    obstacle = _triton_obstacle(query, block_size)
     if backend == "triton":
         if obstacle is not None:
             raise BackendUnavailableError(f'backend="triton" {obstacle}')
         return BackendChoice("triton", "asked for by name")
     if obstacle is not None:
         return BackendChoice("torch", f"triton {obstacle.split(';')[0]}")
-    if not query.is_cuda:
-        return BackendChoice("torch", "the Triton interpreter is for tests: it runs only when asked for by name")
     if query.dtype == torch.float32:
         return BackendChoice(
             "torch", "fp32 has no tensor cores to gain from: triton runs it only when asked for by name"
@@ -112,7 +112,7 @@ def choose_backend(query: Tensor, key: Tensor, *, block_size: int, backend: str 
     return BackendChoice("triton", f"CUDA GPU sm_{major}{minor}, {_name(query.dtype)}, D {query.shape[-1]}")
 
 
-def _triton_obstacle(query: Tensor, key: Tensor, block_size: int) -> str | None:
+def _triton_obstacle(query: Tensor, block_size: int) -> str | None:
     """Why the Triton kernel cannot run these inputs, as "reason; what to do", or None."""
     if query.device.type not in ("cuda", "cpu") or torch.version.hip is not None:
         device = "ROCm" if torch.version.hip is not None else query.device.type

@@ -54,6 +54,8 @@ def block_sparse_attention_torch(
     q = _as_blocks(query, block_size, compute_dtype)
     k = _as_blocks(key, block_size, compute_dtype)
     v = _as_blocks(value, block_size, compute_dtype)
+    if not use_sdpa:
+        q = q * scale
     out = torch.zeros_like(q)
     lse = q.new_full((q.shape[0], block_size), float("-inf")) if return_lse else None
     workspace = _Workspace(q)
@@ -62,17 +64,19 @@ def block_sparse_attention_torch(
         b_k = workspace.gather("key", k, chunk)  # [C, n, D]
         b_v = workspace.gather("value", v, chunk)  # [C, n, D]
         if use_sdpa:
-            b_out = scaled_dot_product_attention(b_q[:, None], b_k[:, None], b_v[:, None], scale=scale)[:, 0]
+            out[chunk.rows] = scaled_dot_product_attention(b_q[:, None], b_k[:, None], b_v[:, None], scale=scale)[:, 0]
         else:
             logits = workspace.take("logits", (chunk.size, block_size, chunk.keys))
-            torch.bmm(b_q * scale, b_k.transpose(1, 2), out=logits)
+            torch.bmm(b_q, b_k.transpose(1, 2), out=logits)
             peak = logits.amax(dim=-1) if lse is not None else None
             weights = torch.softmax(logits, dim=-1, out=logits)
-            b_out = torch.bmm(weights, b_v)
+            if isinstance(chunk.rows, slice):
+                torch.bmm(weights, b_v, out=out[chunk.rows])
+            else:
+                out[chunk.rows] = torch.bmm(weights, b_v)
             if lse is not None and peak is not None:
                 # The largest weight is exp(0) / sum, so its logarithm completes the log-sum-exp.
                 lse[chunk.rows] = peak - weights.amax(dim=-1).log()
-        out[chunk.rows] = b_out
     result = torch.empty_like(query)
     result.copy_(out.view(batch, heads, n_q * block_size, dim)[:, :, :len_q])
     if lse is None:
