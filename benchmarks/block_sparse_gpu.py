@@ -150,14 +150,14 @@ def sweep_tiles() -> dict[str, tuple[AttentionCase, list[tuple[TileConfig, bool]
     """Per shape: the problem, and the (tile, use descriptors) pairs to time at 50 % kept."""
     base = AttentionCase(heads=12, kv_heads=12, len_q=LONG, len_k=LONG, dim=128, block_size=128)
     wide = [
-        TileConfig(128, 64, 4, 2), TileConfig(128, 64, 4, 3), TileConfig(128, 64, 4, 4), TileConfig(128, 64, 8, 3),
+        TileConfig(128, 64, 4, 2), TileConfig(128, 64, 4, 3), TileConfig(128, 64, 4, 5), TileConfig(128, 64, 8, 3),
         TileConfig(128, 32, 4, 3), TileConfig(128, 128, 8, 2), TileConfig(128, 128, 8, 3), TileConfig(64, 64, 4, 3),
     ]  # fmt: skip
     narrow = [
-        TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 4), TileConfig(64, 32, 4, 3),
+        TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 5), TileConfig(64, 32, 4, 3),
     ]  # fmt: skip
     slim = [
-        TileConfig(128, 64, 4, 2), TileConfig(128, 64, 4, 3), TileConfig(128, 64, 4, 4), TileConfig(128, 128, 4, 3),
+        TileConfig(128, 64, 4, 2), TileConfig(128, 64, 4, 3), TileConfig(128, 64, 4, 5), TileConfig(128, 128, 4, 3),
         TileConfig(128, 128, 8, 3), TileConfig(128, 64, 8, 3),
     ]  # fmt: skip
     return {

@@ -13,7 +13,8 @@ class TileConfig:
         block_m: queries per program, a power of two, at most the block size.
         block_n: keys per step, a power of two, at most the block size.
         num_warps: warps per program.
-        num_stages: steps in flight in shared memory.
+        num_stages: depth of the software pipeline. Keys and values wait for the block index, which takes stages of
+            its own: 2 to 4 stages hold two steps in shared memory, 5 stages three.
     """
 
     block_m: int
