@@ -4,7 +4,6 @@ Compiled code reads two bools (`_sparse`, `_calibrating`) that the controller se
 are the same in all layers and steps: a generation compiles at most three graphs.
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -19,9 +18,6 @@ from .timing import StageTimer
 
 # Columns of the counters of a layer, int64, added up over the calls of one step.
 COUNTERS = ("kept_pairs", "total_pairs", "kept_token_pairs", "total_token_pairs", "sparse_calls", "dense_calls")
-
-
-_HAS_TIMER = "timer" in inspect.signature(ba_attention).parameters
 
 
 class BAAttProcessor:
@@ -160,9 +156,7 @@ class BAAttProcessor:
 
     def _attend_sparse(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
         query, key, value = (x.transpose(1, 2) for x in family.project(attn, hidden_states, rotary_emb))
-        timing: dict[str, Any] = {}
-        if _HAS_TIMER and self._timer is not None and not torch.compiler.is_compiling():
-            timing["timer"] = self._timer.stage
+        timer = None if self._timer is None or torch.compiler.is_compiling() else self._timer.stage
         attended, info = ba_attention(
             query,
             key,
@@ -170,9 +164,9 @@ class BAAttProcessor:
             grid_thw=self._grid,
             orders=self.config.order if self._orders is None else self._orders,
             return_info=True,
+            timer=timer,
             **self._selection,
             **self._attention,
-            **timing,
         )
         pairs = torch.stack([info.kept_pairs, info.total_pairs, info.kept_token_pairs, info.total_token_pairs])
         self._counters.add_(F.pad(F.pad(pairs, (0, 1), value=1), (0, 1)).to(self._counters.device))

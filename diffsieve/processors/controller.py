@@ -141,7 +141,8 @@ class SparseController:
             self._set_flags()
 
     def _start_generation(self, device: torch.device) -> None:
-        self.generation = self.clock.generation
+        steps, warmup_steps = self.clock.num_steps, self._warmup.steps(self.clock)
+        self.generation = self.clock.generation  # after what can fail: the next call must fail, too
         self._records, self._step = [], -1
         self.measured = self.chosen = None
         measure = device.type == "cpu" or (device.type == "cuda" and self.config.measure_time)
@@ -150,28 +151,26 @@ class SparseController:
             layer.processor._timer, layer.processor._backend = self._timer, None
             layer.processor._counters.zero_()
             layer.processor._recall.zero_()
-        steps = self.clock.num_steps
-        self.warmup_too_long = steps is not None and self._warmup.steps(self.clock) >= steps
+        self.warmup_too_long = steps is not None and warmup_steps >= steps
         if self.warmup_too_long:
             logger.warning(
                 "warmup_steps=%s covers all %s steps: the whole generation runs dense", self.config.warmup_steps, steps
             )
 
     def _start_step(self) -> None:
+        self._dense_reason, self._calibrating = self._plan(first_step=self._step < 0)
         if self._step >= 0:
             self._records.append(self._running_record())
             for layer in self.layers:
                 layer.processor._counters.zero_()
-        first_step = self._step < 0
         self._step = self.clock.step
-        self._dense_reason, self._calibrating = self._plan(first_step)
         if self._calibrating:
             for layer in self.layers:
                 layer.processor._recall.zero_()
 
-    def _plan(self, first_step: bool) -> tuple[str | None, bool]:
+    def _plan(self, *, first_step: bool) -> tuple[str | None, bool]:
         """Return (why the whole step is dense or None, whether it calibrates)."""
-        step, steps = self._step, self.clock.num_steps
+        step, steps = self.clock.step, self.clock.num_steps
         warm = self._warmup.covers(self.clock, step)
         if warm is None:
             raise UserInputError(

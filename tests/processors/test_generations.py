@@ -58,6 +58,15 @@ def test_warmup_then_sparse_and_again(pipe, kind):
     assert torch.equal(_generate(pipe, kind, 5), first)  # nothing carries over from one generation to the next
 
 
+def test_applied_after_a_dense_generation(kind):
+    # diffusers caches which modules listen to the context at the first call.
+    pipe = PIPELINES[kind][0]()
+    _generate(pipe, kind, 2)
+    _generate(_sparse(pipe), kind, 5)
+    assert _dense(pipe) == ([0, 1], 5)
+    assert sparsity_summary(pipe).step_source == PIPELINES[kind][1]
+
+
 @pytest.mark.parametrize("stop", [0, 1, 3])
 def test_exception_in_between(pipe, kind, stop):
     expected = _generate(pipe, kind, 5)
@@ -204,6 +213,26 @@ def test_model_cpu_offload(before):
     remove_hook_from_module(pipe.transformer)
 
 
+@pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
+def test_group_offload(offload_type):
+    expected = tiny.generate(_sparse(tiny.wan_pipeline()))
+    pipe = _sparse(tiny.wan_pipeline())
+    options = {"num_blocks_per_group": 1} if offload_type == "block_level" else {}
+    cpu = torch.device("cpu")
+    pipe.transformer.enable_group_offload(cpu, cpu, offload_type=offload_type, **options)
+    for _ in range(2):
+        assert torch.equal(tiny.generate(pipe), expected)
+        assert _dense(pipe) == ([0, 1], 5)
+
+
+def test_single_step_generations_of_a_transformer_without_its_pipeline():
+    pipe = tiny.wan_video_pipeline()
+    _sparse(pipe.transformer)
+    for _ in range(2):  # the same timestep again: only the end of the pipeline call tells them apart
+        tiny.generate(pipe, steps=1, strength=1.0)
+        assert sparsity_summary(pipe).dense_reasons == {WARMUP: 2 * 3}
+
+
 def test_transformer_without_its_pipeline():
     pipe = tiny.wan_pipeline()
     _sparse(pipe.transformer)  # the context of WanPipeline tells the step
@@ -221,15 +250,17 @@ def test_transformer_without_its_pipeline():
 def test_share_of_unknown_steps_is_an_error():
     pipe = tiny.wan_video_pipeline()
     _sparse(pipe.transformer, warmup_steps=0.2)
-    with pytest.raises(UserInputError, match="warmup_steps"):
-        tiny.generate(pipe)
+    for _ in range(2):
+        with pytest.raises(UserInputError, match="warmup_steps"):
+            tiny.generate(pipe)
 
 
 def test_noise_level_of_unknown_steps_is_an_error():
     pipe = tiny.wan_video_pipeline()
     _sparse(pipe.transformer, warmup_until_sigma=0.9)
-    with pytest.raises(UserInputError, match="warmup_until_sigma"):
-        tiny.generate(pipe)
+    for _ in range(2):
+        with pytest.raises(UserInputError, match="warmup_until_sigma"):
+            tiny.generate(pipe)
 
 
 @pytest.mark.parametrize(("warmup", "note"), [(9, "warmup_steps=9 covers all 5"), (1.0, "warmup_steps=1.0 covers")])
