@@ -1,5 +1,7 @@
+import functools
 import hashlib
 import io
+import json
 import stat
 import tarfile
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from diffsieve.cli import main
 from diffsieve.errors import UserInputError
 from diffsieve.pipelines.training import sprites as sprites_module
 from diffsieve.pipelines.training.captions import COLOURS
@@ -255,3 +258,29 @@ def test_the_subject_list():
         assert name == name.lower()
         # A colour in a subject's name would contradict the background's colour word.
         assert not set(name.split()) & {*COLOURS, "orange", "white", "black"}
+
+
+def run_cli(*words: str) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["data", "sprites", *words])
+    return exit_info.value.code
+
+
+def test_the_command_writes_the_file_and_tells_its_size(archive, tmp_path, monkeypatch, capsys):
+    tiny = functools.partial(build_sprites, subjects=SUBJECTS, sha256=None, sprite_px=32)
+    monkeypatch.setattr(sprites_module, "build_sprites", tiny)
+    archive.rename(tmp_path / PACKAGE_FILE)
+    out = tmp_path / "new" / "sprites.npz"
+    assert run_cli("--out", str(out), "--packages", str(tmp_path), "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["sprites"], report["sprite_px"], report["bytes"]) == (2, 32, out.stat().st_size)
+    assert load_sprites(out).names == ("block", "bar")
+
+
+def test_the_command_tells_a_mistake_in_one_line(archive, tmp_path, capsys):
+    archive.rename(tmp_path / PACKAGE_FILE)
+    assert run_cli("--out", str(tmp_path / "sprites.npz"), "--packages", str(tmp_path)) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert "must have sha256" in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+    assert not (tmp_path / "sprites.npz").exists()
