@@ -66,6 +66,7 @@ def test_matches_reference_at_any_length(length, batch, heads, generator):
         {"top_p": 0.7, "density": 0.8, "min_density": 0.1},
         {"top_p": 0.6, "density": 1.0, "compensate": "centroid"},
         {"top_p": 1.0, "density": 0.5},
+        {"top_p": 0.5, "density": 1.0, "log_count": False},
         {"scale": 0.11, "window": 96},
         {"text_prefix": 40, "text_suffix": 7},
         {"text_suffix": 33, "compensate": "centroid", "top_p": 0.5},
