@@ -18,7 +18,8 @@ def documented_commands() -> list[str]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         if page.suffix == ".md":
-            text = "".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+            fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+            text = "".join(block for language, block in fences if not language)
         text = re.sub(r"\$\((\w+)\)", r"\1", text.replace("$(VENV)/bin/diffsieve", "diffsieve"))
         for line in re.findall(r"^\s*(diffsieve [a-z].*)$", text, re.MULTILINE):
             found.setdefault(" ".join(line.split("#")[0].split()), page.name)
