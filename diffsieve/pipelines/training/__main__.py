@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--max-seconds", type=float, help="length of this leg")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--start-from", type=Path, help="folder of averaged weights for the second stage")
+    parser.add_argument("--unmeasured", action="store_true", help="do not measure the autoencoder after its stage")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     for noisy in ("httpx", "diffusers", "transformers"):
@@ -43,6 +44,7 @@ def main() -> int:
             max_seconds=arguments.max_seconds,
             resume=arguments.resume,
             start_from=arguments.start_from,
+            measured=not arguments.unmeasured,
             report=_report,
         )
     except DiffsieveError as error:

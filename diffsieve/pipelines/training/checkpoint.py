@@ -26,7 +26,9 @@ class AveragedWeights:
     def __init__(self, modules: Mapping[str, nn.Module], decay: float) -> None:
         self.decay = decay
         self.updates = 0
-        self._live = {f"{name}.{key}": value for name, module in modules.items() for key, value in module.named_parameters()}
+        self._live = {
+            f"{name}.{key}": value for name, module in modules.items() for key, value in module.named_parameters()
+        }
         self._average = {key: value.detach().clone() for key, value in self._live.items()}
 
     @torch.no_grad()

@@ -63,12 +63,14 @@ class Phase(ClipSize):
     Args:
         until: Share of the stage, in (0, 1], at which the phase ends. The last phase ends at 1.
         shift: Timestep shift of the flow sigmas (more weight on high noise); transformer stage only.
-        extra: A second, larger clip size, used by every `extra_every`-th step.
+        long_text_share: Share of the steps with captions padded to `long_text_length`; transformer stage only.
+        extra: A second, larger clip size, used by every `extra_every`-th step, always with long captions.
         extra_every: See `extra`; 0 = never.
     """
 
     until: float = 1.0
     shift: float = 3.0
+    long_text_share: float = 0.0
     extra: ClipSize | None = None
     extra_every: int = 0
 
@@ -119,7 +121,7 @@ class StageConfig:
         hold: Share of the stage after which the learning rate falls linearly to 0.
         clip_norm: Largest gradient norm.
         ema_decay: Decay per step of the averaged weights.
-        compile: Compile the repeated blocks.
+        fast: Fused layers of the autoencoder on a GPU, compiled blocks of the transformer.
         log_every: Steps between lines of the stage log; also how often processes agree on the time.
         save_every: Seconds between checkpoints within a leg.
     """
@@ -134,7 +136,7 @@ class StageConfig:
     hold: float = 0.5
     clip_norm: float = 1.0
     ema_decay: float = 0.999
-    compile: bool = True
+    fast: bool = True
     log_every: int = 10
     save_every: float = 120.0
 
@@ -163,18 +165,19 @@ class StageConfig:
 
 def _vae_phases() -> tuple[Phase, ...]:
     return (
-        Phase(frames=13, height=128, width=128, batch_size=32, sprite_px=(60.0, 88.0), until=0.7),
-        Phase(frames=25, height=192, width=192, batch_size=8, until=1.0),
+        Phase(frames=13, height=128, width=128, batch_size=32, sprite_px=(56.0, 74.0), until=0.72),
+        Phase(frames=25, height=192, width=192, batch_size=12, until=1.0),
     )
 
 
 def _dit_phases() -> tuple[Phase, ...]:
     # the same edges in pixels as at 192 pixels, so that what a subject looks like carries over
-    large = ClipSize(frames=41, height=320, width=320, batch_size=4, sprite_px=(84.0, 120.0))
+    large = ClipSize(frames=41, height=320, width=320, batch_size=6, sprite_px=(84.0, 120.0))
+    default = Phase(frames=25, height=192, width=192, batch_size=33, shift=3.0, long_text_share=0.3)
     return (
-        Phase(frames=25, height=128, width=128, batch_size=64, sprite_px=(60.0, 76.0), until=0.3, shift=1.8),
-        Phase(frames=25, height=192, width=192, batch_size=32, until=0.7, shift=3.0),
-        Phase(frames=25, height=192, width=192, batch_size=32, until=1.0, shift=3.0, extra=large, extra_every=4),
+        Phase(frames=25, height=128, width=128, batch_size=66, sprite_px=(58.0, 74.0), until=0.25, shift=1.8),
+        dataclasses.replace(default, until=0.75),
+        dataclasses.replace(default, until=1.0, extra=large, extra_every=4),
     )
 
 
@@ -188,6 +191,8 @@ class VaeConfig(StageConfig):
         kl_weight: Weight of the KL term, mean over latent values.
         latent_noise: Noise added to the latents before decoding, relative to their spread: makes the decoder forgive small
             errors of the transformer.
+        min_ceiling: Share of reconstructed clips whose subject the judge must see before a run goes on to the transformer:
+            nothing that the transformer learns on poor latents can be used later.
     """
 
     phases: tuple[Phase, ...] = field(default_factory=_vae_phases)
@@ -195,6 +200,7 @@ class VaeConfig(StageConfig):
     gradient_weight: float = 1.0
     kl_weight: float = 2e-4
     latent_noise: float = 0.05
+    min_ceiling: float = 0.98
 
 
 @dataclass(frozen=True)
@@ -206,18 +212,22 @@ class DitConfig(StageConfig):
         uniform_share: Share of clips with uniform sigmas; the rest is logit-normal.
         text_length: Length to which caption embeddings are zero-padded in most steps.
         long_text_length: The stock default length, so that it works too.
-        long_text_share: Share of steps at `long_text_length`.
+        reuse: How often a clip is used, each time with other noise, sigma and caption dropout: encoding clips is a third
+            of the work otherwise. Batch sizes are multiples of it, or it is ignored.
+        reuse_lag: Steps between two uses.
     """
 
     seconds: float = 800.0
     phases: tuple[Phase, ...] = field(default_factory=_dit_phases)
     muon_lr: float = 0.015
+    adam_lr: float = 6e-4
     weight_decay: float = 0.02
     caption_dropout: float = 0.1
     uniform_share: float = 0.25
     text_length: int = 32
     long_text_length: int = 512
-    long_text_share: float = 0.25
+    reuse: int = 3
+    reuse_lag: int = 50
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def run_stage(
         if step % AGREE_ON_WEIGHTS_EVERY == 0:
             _share_weights(parameters, accelerator)
         if step % config.log_every == 0 or config.steps == step:
-            values = {key: float(value) for key, value in losses.items()}  # waits for the device
+            values = {key: float(value.detach()) for key, value in losses.items()}  # waits for the device
             if not math.isfinite(values["loss"]):
                 raise FloatingPointError(f"the loss of {name} at step {step} must be finite, got {values['loss']}")
             leg = _agree(time.monotonic() - started, accelerator)
@@ -145,7 +145,14 @@ def run_stage(
             now = time.monotonic()
             memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
             entry = LogEntry(
-                name, step, _progress(config, step, elapsed), elapsed, clips / (now - clips_since), memory, factor, values
+                name,
+                step,
+                _progress(config, step, elapsed),
+                elapsed,
+                clips / (now - clips_since),
+                memory,
+                factor,
+                values,
             )
             clips, clips_since = 0, now
             if accelerator.is_main_process:

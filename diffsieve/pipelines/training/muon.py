@@ -1,7 +1,8 @@
 """Muon: momentum steps made orthogonal, for matrices and convolution kernels.
 
 Method after Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks": the momentum of a matrix is
-replaced by the nearest (semi-)orthogonal matrix, found by a quintic Newton-Schulz iteration in bfloat16.
+replaced by the nearest (semi-)orthogonal matrix, found by a quintic Newton-Schulz iteration: in bfloat16 on a GPU, where
+that is enough and fast, in float32 elsewhere.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ def orthogonalise(matrices: torch.Tensor, iterations: int = 5) -> torch.Tensor:
         iterations: Newton-Schulz steps.
 
     Returns:
-        (N, R, C) in bfloat16; singular values within about [0.7, 1.2], apart from those that were zero.
+        (N, R, C) in bfloat16 on a GPU, else float32; singular values within about [0.7, 1.2], apart from those that were zero.
     """
     a, b, c = _QUINTIC
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if tall else matrices
-    x = (x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)).to(torch.bfloat16)
+    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)
+    x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
     for _ in range(iterations):
         gram = x @ x.transpose(1, 2)
         x = a * x + (b * gram + c * (gram @ gram)) @ x
@@ -77,7 +79,9 @@ class Muon(torch.optim.Optimizer):
         scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        steps = [update.to(parameter.dtype).view_as(parameter) for update, parameter in zip(updates, parameters, strict=True)]
+        steps = [
+            update.to(parameter.dtype).view_as(parameter) for update, parameter in zip(updates, parameters, strict=True)
+        ]
         torch._foreach_add_(parameters, steps, alpha=-scale)
 
 

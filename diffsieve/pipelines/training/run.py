@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diffsieve.errors import UserInputError
+from diffsieve.errors import DiffsieveError, UserInputError
 
 from .checkpoint import write_atomically, write_json
 from .config import EvaluationConfig, TrainConfig
@@ -39,6 +40,7 @@ def train_mini_wan(
     max_seconds: float | None = None,
     resume: bool = False,
     start_from: Path | None = None,
+    measured: bool = True,
     report: Callable[[LogEntry], None] | None = None,
 ) -> dict[str, Any]:
     """Train one stage or all of them.
@@ -51,6 +53,7 @@ def train_mini_wan(
         max_seconds: Length of this leg; a later call with `resume` goes on. Not for "finish".
         resume: Continue from the checkpoints in `out`.
         start_from: Folder of averaged weights that the "dit" stage begins with.
+        measured: Measure the autoencoder at the end of its stage. "all" needs it to decide whether to go on.
         report: Gets every log entry.
 
     Returns:
@@ -66,21 +69,29 @@ def train_mini_wan(
     sprites = load_sprites(sprites_path)
     config = _settings(out, config, resume)
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
-    torch.backends.cudnn.benchmark = True
+    if accelerator.device.type == "cuda":
+        torch.cuda.set_device(accelerator.device)
+        torch.backends.cudnn.benchmark = True
     summary: dict[str, Any] = {"stage": stage}
-    remaining = max_seconds
+    started = time.monotonic()
     if stage in ("vae", "all"):
         from .vae_stage import train_vae
 
         result = train_vae(
-            config, sprites, out / "vae", accelerator, max_seconds=remaining, resume=resume, report=report
+            config, sprites, out / "vae", accelerator, max_seconds=max_seconds, resume=resume, report=report
         )
         summary.update(step=result.step, seconds=result.seconds, finished=result.finished)
-        if accelerator.is_main_process:
+        if accelerator.is_main_process and (measured or stage == "all"):
             summary["vae_quality"] = _measure_vae(out, sprites, config, accelerator.device)
         accelerator.wait_for_everyone()
-        if not result.finished:
+        if not result.finished or stage == "vae":
             return summary
+        ceiling = json.loads((out / "vae" / "quality.json").read_text(encoding="utf-8"))["reconstruction_subject"]
+        if ceiling < config.vae.min_ceiling:
+            raise DiffsieveError(
+                f"the autoencoder must let the judge see at least {config.vae.min_ceiling:.0%} of the subjects, got "
+                f"{ceiling:.1%}; train it longer"
+            )
     if stage in ("dit", "all"):
         from .dit_stage import train_dit
 
@@ -90,15 +101,14 @@ def train_mini_wan(
             out / "dit",
             out / "vae",
             accelerator,
-            max_seconds=remaining,
+            max_seconds=None if max_seconds is None else max_seconds - (time.monotonic() - started),
             resume=resume,
             start_from=start_from,
             report=report,
         )
         summary.update(step=result.step, seconds=result.seconds, finished=result.finished)
     if accelerator.is_main_process:
-        if stage != "vae":
-            summary["quality"] = finish(out, sprites, config, accelerator.device)
+        summary["quality"] = finish(out, sprites, config, accelerator.device)
     accelerator.wait_for_everyone()
     return summary
 

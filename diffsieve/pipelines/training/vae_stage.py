@@ -51,12 +51,11 @@ def train_vae(
     """
     stage = config.vae
     device = accelerator.device
+    fused = stage.fast and device.type == "cuda"
     torch.manual_seed(config.seed)
     vae = build_vae(config.model).to(device)
     if device.type == "cuda":
-        vae.to(memory_format=torch.channels_last_3d)
-    if stage.compile:
-        compile_res_blocks(vae)
+        use_channels_last(vae)
     source = ClipSource(sprites.to(device), 2 * config.seed, accelerator.process_index, accelerator.num_processes)
     edges = (vae.encoder.conv_in, vae.encoder.conv_out, vae.quant_conv, vae.post_quant_conv, vae.decoder.conv_out)
     hidden, other = split_parameters([vae], excluded=edges)
@@ -65,7 +64,7 @@ def train_vae(
         size = stage.phase(progress)
         video, alpha = source.render(source.specs(step, size), size)
         with accelerator.autocast():
-            losses = vae_losses(vae, video, alpha, stage, source.generator(step))
+            losses = vae_losses(vae, video, alpha, stage, source.generator(step), fused=fused)
         return losses, size.batch_size
 
     modules = {"vae": vae}
@@ -83,18 +82,24 @@ def train_vae(
             resume=resume,
             report=report,
         )
-    average = build_vae(config.model).to(device)
-    result.ema.copy_to("vae", average)
-    mean, std = measure_latents(average, source, stage.phases[-1], accelerator)
+    # the complete state is saved: the live network can take the averaged weights now
+    result.ema.copy_to("vae", vae)
+    mean, std = measure_latents(vae, source, stage.phases[-1], accelerator, fused=fused)
     if accelerator.is_main_process:
-        save_weights(folder, module_tensors({"vae": average}))
+        save_weights(folder, module_tensors({"vae": vae}))
         write_json(folder / STATISTICS_FILE, {"latents_mean": mean, "latents_std": std})
     accelerator.wait_for_everyone()
     return result
 
 
 def vae_losses(
-    vae: AutoencoderKLWan, video: torch.Tensor, alpha: torch.Tensor, config: VaeConfig, generator: torch.Generator
+    vae: AutoencoderKLWan,
+    video: torch.Tensor,
+    alpha: torch.Tensor,
+    config: VaeConfig,
+    generator: torch.Generator,
+    *,
+    fused: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Losses of one batch, scalars: "loss" and its terms.
 
@@ -103,12 +108,12 @@ def vae_losses(
     """
     if video.is_cuda:
         video = video.contiguous(memory_format=torch.channels_last_3d)
-    mean, log_variance = encode_clip(vae, video)
+    mean, log_variance = encode_clip(vae, video, fused=fused)
     mean, log_variance = mean.float(), log_variance.float()
     noise = torch.randn(mean.shape, generator=generator, device=mean.device)
     spread = mean.detach().std()
     latents = mean + (log_variance.exp() + (config.latent_noise * spread) ** 2).sqrt() * noise
-    error = decode_clip(vae, latents).float() - video
+    error = decode_clip(vae, latents, fused=fused).float() - video
     weight = 1 + config.alpha_weight * alpha
     weight = weight / weight.mean()
     absolute, squared = (weight * error.abs()).mean(), (weight * error.square()).mean()
@@ -118,25 +123,26 @@ def vae_losses(
     return {"loss": loss, "l1": absolute, "l2": squared, "gradient": gradient, "kl": kl}
 
 
-def compile_res_blocks(vae: AutoencoderKLWan) -> None:
-    """Compile each residual block: fuses norm, activation and causal padding into one pass over the memory."""
-    from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualBlock
-
+def use_channels_last(vae: AutoencoderKLWan) -> None:
+    """Lay out the convolution kernels with channels innermost, as the fast GPU kernels want them."""
     for module in vae.modules():
-        if isinstance(module, WanResidualBlock):
-            module.compile(dynamic=False)
+        if isinstance(module, (torch.nn.Conv2d, torch.nn.Conv3d)):
+            layout = torch.channels_last_3d if module.weight.ndim == 5 else torch.channels_last
+            module.weight.data = module.weight.data.contiguous(memory_format=layout)
 
 
 @torch.no_grad()
 def measure_latents(
-    vae: AutoencoderKLWan, source: ClipSource, size: ClipSize, accelerator: Accelerator
+    vae: AutoencoderKLWan, source: ClipSource, size: ClipSize, accelerator: Accelerator, *, fused: bool = False
 ) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each latent channel over training clips."""
     total = torch.zeros(3, vae.config.z_dim, device=accelerator.device, dtype=torch.float64)
     for step in range(max(1, STATISTICS_CLIPS // size.batch_size)):
         video, _ = source.render(source.specs(10**5 + step, size), size)
+        if video.is_cuda:
+            video = video.contiguous(memory_format=torch.channels_last_3d)
         with accelerator.autocast():
-            latents = encode_clip(vae, video)[0].double()
+            latents = encode_clip(vae, video, fused=fused)[0].double()
         count = torch.full_like(total[0], latents.numel() / latents.shape[1])
         total += torch.stack([count, latents.sum((0, 2, 3, 4)), latents.square().sum((0, 2, 3, 4))])
     mean = total[1] / total[0]
