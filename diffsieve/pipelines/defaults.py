@@ -41,11 +41,11 @@ class GenerationDefaults:
 
 MINI_WAN_DEFAULTS = GenerationDefaults(
     steps=14,
-    frames=29,
+    frames=25,
     height=192,
     width=192,
-    guidance_scale=3.5,
-    max_sequence_length=32,
+    guidance_scale=4.0,
+    max_sequence_length=512,
     fps=12,
     prompts=(
         "a fox moves to the right over a blue background",

@@ -120,6 +120,6 @@ the npm package `@lobehub/fluent-emoji-3d` 1.1.0 (MIT). The pictures themselves 
 licensed under Apache-2.0, like diffsieve.
 
 ## Limits
-Words outside its vocabulary are unknown to it; other sizes than those it saw (128, 192 and 320 pixels) give worse
+Words outside its vocabulary are unknown to it; other sizes than those it saw (25 frames at 128 or 192 pixels) give worse
 pictures. It is no model of natural video, and its figures say nothing about large models.
 """
