@@ -13,6 +13,7 @@ import torch
 from diffsieve.errors import UserInputError
 
 from ..orders import frame_hilbert_order, hilbert_order, inverse_order, raster_order
+from .statistics import heads_at_once
 
 __all__ = ["CANDIDATE_ORDERS", "TokenOrders", "default_window", "gather_tokens", "token_orders", "undo_order"]
 
@@ -191,6 +192,9 @@ def _per_head_orders(
     orders = orders.to(device=key.device, dtype=torch.int64)
     base = _order_table(grid_thw, length, key.device)[orders].expand(batch, heads, length)
     is_window, is_sort = (orders == _WINDOW)[:, None], (orders == _NORM_SORT)[:, None]
+    readable = orders.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and not (is_window | is_sort).any():  # nothing to sort, seen without a synchronisation
+        return TokenOrders(base, base)
     if key.shape[1] != heads:
         key = key.repeat_interleave(heads // key.shape[1], dim=1)
     # The norm is taken from the mean key in window heads and from the origin in norm_sort heads.
@@ -207,7 +211,11 @@ def _per_head_orders(
 def _norm(tokens: torch.Tensor, centre: torch.Tensor | None = None) -> torch.Tensor:
     """Distance of each token from `centre`, (B, H, L) fp32 (fp64 for fp64 input)."""
     dtype = torch.promote_types(tokens.dtype, torch.float32)
-    return torch.linalg.vector_norm(tokens if centre is None else tokens - centre, dim=-1, dtype=dtype)
+    if centre is None:
+        return torch.linalg.vector_norm(tokens, dim=-1, dtype=dtype)
+    at_once = heads_at_once(tokens)
+    chunks = zip(tokens.split(at_once, dim=1), centre.split(at_once, dim=1), strict=True)
+    return torch.cat([torch.linalg.vector_norm(x - c, dim=-1, dtype=dtype) for x, c in chunks], dim=1)
 
 
 def _mean_key(key: torch.Tensor) -> torch.Tensor:

@@ -37,11 +37,8 @@ def block_statistics(tokens: torch.Tensor, block_size: int) -> BlockStatistics:
         `BlockStatistics` of N = ceil(L / block_size) blocks.
     """
     mean = block_means(tokens, block_size)
-    heads_at_once = tokens.shape[1]
-    if not torch.compiler.is_compiling():  # compiled code fuses the passes and needs no copy
-        budget = _CHUNK_CPU if tokens.device.type == "cpu" else _CHUNK
-        heads_at_once = max(1, budget * heads_at_once // tokens.numel())
-    chunks = zip(tokens.split(heads_at_once, dim=1), mean.split(heads_at_once, dim=1), strict=True)
+    at_once = heads_at_once(tokens)
+    chunks = zip(tokens.split(at_once, dim=1), mean.split(at_once, dim=1), strict=True)
     variance = _cat([_block_variances(x, m, block_size) for x, m in chunks], dim=1)
     return BlockStatistics(mean, variance, block_sizes(tokens.shape[2], block_size, mean))
 
@@ -54,6 +51,14 @@ def block_means(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
     if tail.shape[2]:
         means.append(tail.mean(dim=2, keepdim=True, dtype=dtype))
     return _cat(means, dim=2)
+
+
+def heads_at_once(tokens: torch.Tensor) -> int:
+    """Return how many heads of (B, H, L, D) to centre at a time."""
+    if torch.compiler.is_compiling():  # compiled code fuses the passes and needs no copy
+        return tokens.shape[1]
+    budget = _CHUNK_CPU if tokens.device.type == "cpu" else _CHUNK
+    return max(1, budget * tokens.shape[1] // tokens.numel())
 
 
 def block_sizes(num_tokens: int, block_size: int, like: torch.Tensor) -> torch.Tensor:
