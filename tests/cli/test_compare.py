@@ -57,7 +57,7 @@ def test_compare_prints_a_table_and_where_the_files_lie(model, tmp_path, capsys)
     assert "2/2 seed 0 sparse: 3 steps" in output.err
 
     assert run_main(words) == 1
-    (_, error) = capsys.readouterr().err.splitlines()  # after "loading ..."
+    error = capsys.readouterr().err.splitlines()[-1]  # after "loading ..."
     assert "an earlier comparison" in error
     assert run_main([*words, "--resume"]) == 0
     assert "dense: 3 steps" not in capsys.readouterr().err
