@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..errors import BackendUnavailableError, UserInputError
+from ..errors import DiffsieveError
 from .options import DEBUG_KEY
 
 # Commands of one step: the module's `app` holds one command.
@@ -41,7 +41,7 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             _fail("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None
-        except (UserInputError, BackendUnavailableError, OSError) as error:
+        except (DiffsieveError, OSError) as error:
             # A broken pipe is the reader's wish, not a failure to report; the caller of `invoke` handles it.
             if ctx.meta.get(DEBUG_KEY) or isinstance(error, BrokenPipeError):
                 raise
@@ -80,8 +80,8 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code.
 
-    Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted. Mistakes of the user and missing backends are
-    told in one line on stderr; `--debug` shows where they were raised.
+    Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted. Every `DiffsieveError` and `OSError` is told in
+    one line on stderr; `--debug` shows where they were raised.
 
     Args:
         arguments: the words after `diffsieve`; default `sys.argv[1:]`.

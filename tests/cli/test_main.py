@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import diffsieve
-from diffsieve import BackendUnavailableError, UserInputError
+from diffsieve import BackendUnavailableError, DiffsieveError, UserInputError
 from diffsieve.cli import info, main
 
 HEAVY = ("torch", "diffusers", "transformers", "triton", "numpy")
@@ -53,6 +53,7 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
 @pytest.mark.parametrize(
     "error",
     [
+        DiffsieveError("density must be in (0, 1], got 1.5"),
         UserInputError("density must be in (0, 1], got 1.5"),
         BackendUnavailableError("density must be in (0, 1], got 1.5"),
         PermissionError("density must be in (0, 1], got 1.5"),
