@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from diffsieve.errors import BackendUnavailableError, UserInputError
 from diffsieve.kernels import testing
 from diffsieve.kernels.block_sparse import BACKENDS, block_sparse_attention, choose_backend, torch_backend
+from diffsieve.kernels.block_sparse.op import _triton_obstacle
 from diffsieve.kernels.block_sparse.reference import expand_block_mask
 from diffsieve.kernels.testing import AttentionCase, AttentionInputs
 
@@ -261,6 +262,19 @@ def test_auto_takes_torch_on_the_cpu_and_says_why():
     assert choice.name == "torch"
     assert choice.reason
     assert torch.equal(attend(inputs, BASE, "auto"), attend(inputs, BASE, "torch"))
+
+
+def test_the_question_for_triton_can_be_compiled():
+    # ba_attention asks it inside compiled code on GPUs; here the answer is the dtype, after the search for the package.
+    query = torch.zeros(1, 1, 32, 16, dtype=torch.float64)
+
+    def function(x):
+        obstacle = _triton_obstacle(x, 16)
+        return x + (0 if obstacle is None else len(obstacle))
+
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(query), function(query))
+    assert compiled(query).min() > 0
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("auto", "triton")])

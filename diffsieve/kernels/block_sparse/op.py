@@ -15,6 +15,8 @@ BACKENDS = ("auto", "reference", "torch", "triton")
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TRITON_MAX_DIM = 256
 _USE_TORCH = 'use backend="torch" or "auto"'
+# Asked once: torch.compile of PyTorch 2.11 cannot trace the search.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def _triton_obstacle(query: Tensor, block_size: int) -> str | None:
     if query.device.type not in ("cuda", "cpu") or torch.version.hip is not None:
         device = "ROCm" if torch.version.hip is not None else query.device.type
         return f"needs an NVIDIA GPU, got {device} tensors; {_USE_TORCH}"
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         return f"needs the package triton, which is not installed; pip install triton, or {_USE_TORCH}"
     if query.dtype not in _TRITON_DTYPES:
         names = ", ".join(_name(dtype) for dtype in _TRITON_DTYPES)
