@@ -140,7 +140,10 @@ class BAAttConfig:
     @property
     def kept(self) -> float:
         """Target share of block pairs to keep, in (0, 1], from whichever of `density` and `sparsity` was given."""
-        return self.density if self.density is not None else 1.0 - (self.sparsity or 0.0)
+        if self.density is not None:
+            return self.density
+        # 1 - 0.9 is just below 0.1, and the number of kept blocks is rounded half up.
+        return round(1.0 - (self.sparsity or 0.0), 12)
 
     @property
     def calibrates(self) -> bool:

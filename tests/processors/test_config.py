@@ -6,6 +6,7 @@ import json
 import pytest
 
 from diffsieve import BAAttConfig, BAAttProcessor, UserInputError
+from diffsieve.kernels.ba_att import kept_blocks
 
 
 def test_default_preset():
@@ -45,6 +46,13 @@ def test_repr_shows_the_values_in_force():
 )
 def test_round_trip_through_json(config):
     assert BAAttConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("percent", range(0, 100, 5))
+def test_sparsity_and_density_keep_the_same_blocks(percent):
+    sparse, dense = BAAttConfig(sparsity=percent / 100), BAAttConfig(density=(100 - percent) / 100)
+    counts = range(1, 700)
+    assert [kept_blocks(n, sparse.kept) for n in counts] == [kept_blocks(n, dense.kept) for n in counts]
 
 
 def test_replace_keeps_the_other_fields():
