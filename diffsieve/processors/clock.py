@@ -104,7 +104,7 @@ class StepClock:
             self._callers.clear()
         self._callers.add(caller)
         self.step = step
-        self.num_steps = _num_steps(context, pipeline, scheduler)
+        self.num_steps = _num_steps(context, pipeline, scheduler, self._first_index)
         self._context_level = _context_level(context, self._timestep if self.source == "timestep" else None)
 
     def noise_level(self, step: int) -> tuple[float | None, float | None]:
@@ -140,17 +140,18 @@ def _first_index(pipeline: Any, scheduler: Any) -> int | None:
     return total - running if running is not None and total is not None and running <= total else None
 
 
-def _num_steps(context: CallContext | None, pipeline: Any, scheduler: Any) -> int | None:
+def _num_steps(context: CallContext | None, pipeline: Any, scheduler: Any, first_index: int | None) -> int | None:
     if context is not None and context.num_inference_steps is not None:
         return int(context.num_inference_steps)
     total = _schedule_length(scheduler)
-    running = _pipeline_steps(pipeline)
-    if total is None or (running is not None and running <= total):
-        return running
-    return total - int(getattr(scheduler, "begin_index", None) or 0)
+    return _pipeline_steps(pipeline) if total is None else total - (first_index or 0)
 
 
 def _pipeline_steps(pipeline: Any) -> int | None:
+    # A pipeline made from this one (`from_pipe`) shares the transformer. While that one runs, this one is not in its
+    # loop, and its count is that of an earlier run.
+    if getattr(pipeline, "current_timestep", 0) is None:
+        return None
     steps = getattr(pipeline, "num_timesteps", None)  # pipelines set it before the loop, strength taken into account
     return steps if isinstance(steps, int) and steps > 0 else None
 

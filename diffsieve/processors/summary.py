@@ -21,7 +21,7 @@ class StepSummary:
     Attributes:
         step: Step of the generation, from 0.
         transformer: "transformer" or "transformer_2".
-        dense: Whether all of its attention calls ran dense.
+        dense: Whether it ran dense as a whole. A step in which a cache left dense layers alone to run did not.
         density: Share of block pairs computed, in [0, 1]; None if a step cache skipped all layers.
         layers: The same by layer, such as "blocks.3"; layers that a step cache skipped are missing.
     """
@@ -39,7 +39,7 @@ class SparsitySummary:
 
     Attributes:
         steps_total: Steps that ran.
-        steps_dense: Steps in which every attention call ran dense.
+        steps_dense: Steps that ran dense as a whole (see `StepSummary`).
         density_overall: Block pairs computed / all block pairs, over the whole generation, warm-up and dense layers
             included; None before the first generation.
         density_sparse_steps: The same over the steps that are not dense; None if all are.
@@ -98,7 +98,7 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary:
     clock, config = controllers[0].clock, controllers[0].config
     active = [controller for controller in controllers if controller.generation == clock.generation > 0]
     rows = [row for controller in active for row in _rows(controller)]
-    dense_steps = {row.step for row in rows} - {row.step for row in rows if row.sparse_calls}
+    dense_steps = {row.step for row in rows} - {row.step for row in rows if row.in_sparse_step}
     sparse_rows = [row for row in rows if row.step not in dense_steps]
     reasons: dict[str, int] = {}
     for row in rows:
@@ -199,6 +199,11 @@ class _Row:
     sparse_calls: int
     dense_calls: int
 
+    @property
+    def in_sparse_step(self) -> bool:
+        """Whether the layer ran sparse, or was to and a step cache skipped it."""
+        return self.sparse_calls > 0 or (self.reason is None and not self.dense_calls)
+
 
 def _applied(pipeline_or_transformer: Any) -> list[SparseController]:
     controllers = controllers_of(pipeline_or_transformer)
@@ -230,7 +235,7 @@ def _steps(transformer: str, rows: list[_Row]) -> list[StepSummary]:
         StepSummary(
             step=step,
             transformer=transformer,
-            dense=not any(row.sparse_calls for row in of_step),
+            dense=not any(row.in_sparse_step for row in of_step),
             density=_density(of_step),
             layers={
                 row.layer.removeprefix(f"{transformer}."): row.kept_pairs / row.total_pairs

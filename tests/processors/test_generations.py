@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate.hooks import remove_hook_from_module
-from diffusers import FirstBlockCacheConfig, UniPCMultistepScheduler
+from diffusers import FirstBlockCacheConfig, UniPCMultistepScheduler, WanVideoToVideoPipeline
 from diffusers.modular_pipelines import WanBlocks
 
 from diffsieve import BAAttConfig, BAAttProcessor, UserInputError, apply_sparse_attention, sparsity_summary
@@ -144,6 +144,15 @@ def test_warmup_until_sigma_with_strength_below_one():
     assert sparsity_summary(pipe).orders_from == "calibration"
 
 
+def test_a_pipeline_made_from_another_counts_its_own_steps():
+    pipe = _sparse(tiny.wan_pipeline(), warmup_steps=0.2)
+    tiny.generate(pipe, steps=5)
+    other = WanVideoToVideoPipeline.from_pipe(pipe)
+    other.set_progress_bar_config(disable=True)
+    tiny.generate(other, steps=20, strength=0.5)  # 10 steps; the first pipeline still says 5
+    assert _dense(other) == ([0, 1], 10)
+
+
 @pytest.mark.parametrize("source", ["context", "scheduler"])
 def test_two_transformers(source):
     build = tiny.wan_pipeline if source == "context" else tiny.wan_image_pipeline
@@ -184,6 +193,16 @@ def test_first_block_cache_skips_layers_not_steps():
         skipped = [step for step in summary.steps if len(step.layers) == 1]
         assert skipped  # the cache did something: steps in which only the first block ran
         assert all(0.4 < step.density < 0.6 for step in summary.steps if not step.dense)
+
+
+def test_a_step_that_the_cache_left_to_a_dense_layer_is_not_dense():
+    pipe = tiny.wan_pipeline(layers=4)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.05))
+    _sparse(pipe, dense_layers=(0,))
+    tiny.generate(pipe, steps=12)
+    assert [len(step.layers) for step in sparsity_summary(pipe).steps].count(1) > 1  # the first block alone ran
+    assert _dense(pipe) == ([0, 1], 12)
+    assert sparsity_summary(pipe).steps_dense == 2
 
 
 def test_first_block_cache_enabled_afterwards():
