@@ -101,3 +101,17 @@ def test_inductor_selects_the_same_blocks(qkv):
         assert unmoved.float().mean() > 0.95
         assert same.float().mean() > 0.9
     assert counter.frame_count == 1
+
+
+def test_dynamic_shapes(generator):
+    torch._dynamo.reset()
+
+    def function(query, key, value, orders, grid):
+        return ba_attention(query, key, value, grid_thw=grid, orders=orders, density=0.5, block_size=32)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for grid in ((5, 9, 10), (5, 8, 10), (6, 8, 8)):
+        inputs = torch.randn(3, 1, grid[0] * grid[1] * grid[2], 4, 16, generator=generator).transpose(2, 3).unbind(0)
+        arguments = (*inputs, torch.tensor([0, 1, 3, 4]), grid)
+        assert torch.equal(compiled(*arguments), function(*arguments))
+    torch._dynamo.reset()
