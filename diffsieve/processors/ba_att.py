@@ -17,7 +17,15 @@ from .families import Family, Grid
 from .timing import StageTimer
 
 # Columns of the counters of a layer, int64, added up over the calls of one step.
-COUNTERS = ("kept_pairs", "total_pairs", "kept_token_pairs", "total_token_pairs", "sparse_calls", "dense_calls")
+COUNTERS = (
+    "kept_pairs",
+    "total_pairs",
+    "kept_token_pairs",
+    "total_token_pairs",
+    "sparse_calls",
+    "dense_calls",
+    "broken_calls",  # sparse calls whose output holds NaN or infinity
+)
 
 
 class BAAttProcessor:
@@ -168,8 +176,11 @@ class BAAttProcessor:
             **self._selection,
             **self._attention,
         )
-        pairs = torch.stack([info.kept_pairs, info.total_pairs, info.kept_token_pairs, info.total_token_pairs])
-        self._counters.add_(F.pad(F.pad(pairs, (0, 1), value=1), (0, 1)).to(self._counters.device))
+        pairs = [info.kept_pairs, info.total_pairs, info.kept_token_pairs, info.total_token_pairs]
+        sparse, dense = torch.ones_like(info.kept_pairs), torch.zeros_like(info.kept_pairs)
+        # One reduction instead of a look at each value: a sum is not finite if a term is not.
+        broken = ~attended.detach().sum(dtype=torch.float32).isfinite()
+        self._counters.add_(torch.stack([*pairs, sparse, dense, broken.long()]).to(self._counters.device))
         if self._record:
             self._mask = (info.block_index, info.block_count)
         self._backend = info.backend

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import UserInputError
-from .ba_att import BAAttProcessor
+from .ba_att import COUNTERS, BAAttProcessor
 from .calibration import choose_all_orders
 from .clock import StepClock
 from .config import BAAttConfig
@@ -88,6 +88,7 @@ class SparseController:
         self._shape: tuple[Grid, int, torch.device] | None = None
         self._dense_reason: str | None = None
         self._calibrating = False
+        self._checked_sparse_step = False
         self._reasons: tuple[str | None, ...] = ()
         self._timer: StageTimer | None = None
         # Compiled callers must not trace this: it reads Python state that changes every step.
@@ -143,7 +144,7 @@ class SparseController:
     def _start_generation(self, device: torch.device) -> None:
         steps, warmup_steps = self.clock.num_steps, self._warmup.steps(self.clock)
         self.generation = self.clock.generation  # after what can fail: the next call must fail, too
-        self._records, self._step = [], -1
+        self._records, self._step, self._checked_sparse_step = [], -1, False
         self.measured = self.chosen = None
         measure = device.type == "cpu" or (device.type == "cuda" and self.config.measure_time)
         self._timer = StageTimer(device) if measure else None
@@ -161,6 +162,7 @@ class SparseController:
         self._dense_reason, self._calibrating = self._plan(first_step=self._step < 0)
         if self._step >= 0:
             self._records.append(self._running_record())
+            self._check_first_sparse_step(self._records[-1])
             for layer in self.layers:
                 layer.processor._counters.zero_()
         self._step = self.clock.step
@@ -186,9 +188,21 @@ class SparseController:
             return CALIBRATION, True
         return None, False
 
+    def _check_first_sparse_step(self, record: StepRecord) -> None:
+        """Raise when the first sparse step of the generation was not finite; later ones show in the summary."""
+        if self._checked_sparse_step or not any(reason is None for reason in record.reasons):
+            return
+        self._checked_sparse_step = True  # the second of two waits for the device in a generation
+        broken = record.counters[:, COUNTERS.index("broken_calls")].nonzero()
+        if len(broken):
+            layer = self.layers[int(broken[0])].name
+            raise UserInputError(
+                f"attention inputs must be finite, got NaN or infinity in {self.name}.{layer} (step {record.step})"
+            )
+
     def _choose_orders(self) -> None:
         recall = torch.stack([layer.processor._recall for layer in self.layers])
-        # The only wait for the device in a generation; NaN would choose silently and show in every later step.
+        # A wait for the device. NaN would choose silently and show in every later step.
         if torch.isnan(recall).any():
             bad = [layer.name for layer, sums in zip(self.layers, recall, strict=True) if torch.isnan(sums).any()]
             raise UserInputError(
@@ -227,7 +241,7 @@ class SparseController:
             processor, heads = layer.processor, layer.attn.heads
             pairs, token_pairs = (batch * heads * count for count in (block_pairs, tokens * tokens))
             processor._grid = grid
-            processor._dense_counts = torch.tensor([pairs, pairs, token_pairs, token_pairs, 0, 1], device=device)
+            processor._dense_counts = torch.tensor([pairs, pairs, token_pairs, token_pairs, 0, 1, 0], device=device)
             processor._counters = processor._counters.to(device)
             processor._recall = processor._recall.to(device)
             if processor._orders is not None:

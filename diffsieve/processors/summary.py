@@ -125,7 +125,7 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary:
         orders_from=_orders_from(active, config.orders is not None, config.calibrates),
         attention_seconds=seconds.get("attention"),
         selection_seconds=seconds.get("selection"),
-        notes=tuple(_notes(active, bool(rows) and not sparse_rows, reasons)),
+        notes=(*_notes(active, bool(rows) and not sparse_rows, reasons), *_broken(rows)),
     )
 
 
@@ -198,6 +198,7 @@ class _Row:
     total_token_pairs: int
     sparse_calls: int
     dense_calls: int
+    broken_calls: int
 
     @property
     def in_sparse_step(self) -> bool:
@@ -304,6 +305,14 @@ def _notes(controllers: list[SparseController], all_dense: bool, reasons: dict[s
                 f"and use the fixed order {FALLBACK_ORDER}"
             )
     return notes
+
+
+def _broken(rows: list[_Row]) -> list[str]:
+    broken = [row for row in rows if row.broken_calls]
+    if not broken:
+        return []
+    calls = sum(row.broken_calls for row in broken)
+    return [f"NaN or infinity in the output of {calls} sparse calls, first in {broken[0].layer}, step {broken[0].step}"]
 
 
 def _percent(share: float | None) -> str:

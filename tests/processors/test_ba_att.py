@@ -204,6 +204,19 @@ def test_nan_in_the_attention_inputs_is_an_error():
         tiny.generate(pipe)
 
 
+@pytest.mark.parametrize("options", [{"preset": "paper"}, {"order": "hilbert"}], ids=["paper", "one-order"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_is_an_error_after_the_first_sparse_step_where_nothing_is_calibrated(value, options):
+    pipe = tiny.wan_pipeline()
+    _applied(pipe, **options | {"warmup_steps": 0, "dense_layers": (0,)})
+    pipe.transformer.blocks[1].attn1.to_v.weight.data[0, 0] = value
+    for _ in range(2):
+        with pytest.raises(UserInputError, match=r"finite, got NaN or infinity in transformer\.blocks\.1 \(step 0\)"):
+            tiny.generate(pipe)
+    tiny.generate(pipe, steps=1)  # no later step to raise in: the summary says it
+    assert "in the output of 4 sparse calls, first in transformer.blocks.1, step 0" in sparsity_summary(pipe).notes[-1]
+
+
 def test_attention_mask_runs_dense_and_is_counted():
     model = tiny.transformer(layers=1)
     apply_sparse_attention(model, _config(warmup_steps=0))
