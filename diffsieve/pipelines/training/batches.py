@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from .captions import MOTIONS
 from .clips import render_clips
-from .config import ClipSize
-from .specs import SpecBatch, sample_spec_batch
+from .config import MAX_BATCH, ClipSize
+from .specs import ClipSpec, SpecBatch, sample_spec_batch
 from .sprites import Sprites
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# clips that one process may draw in a step; keeps the numbers of different steps and processes apart
-MAX_BATCH = 512
+FAST_MOTIONS = ("circle", "bounces")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class ClipSource:
         rank: Number of this process.
         world: Number of processes.
         split: Which triples of subject, motion and colour.
+        fast_share: Share of the clips chosen for a fast motion, in [0, 1]; the rest is drawn evenly.
     """
 
     sprites: Sprites
@@ -36,19 +38,30 @@ class ClipSource:
     rank: int = 0
     world: int = 1
     split: str = "train"
+    fast_share: float = 0.0
 
     def specs(self, step: int, size: ClipSize) -> SpecBatch:
         """The clips of a step, on the CPU so that their captions can be read without waiting for a GPU."""
+        # steps and processes are MAX_BATCH numbers apart, so no clip is drawn twice
         start = (step * self.world + self.rank) * MAX_BATCH
-        return sample_spec_batch(size.batch_size, self.sprites, seed=self.seed, start=start, split=self.split)
+        chosen = round(self.fast_share * size.batch_size)
+        count = min(MAX_BATCH, 8 * size.batch_size) if chosen else size.batch_size
+        specs = sample_spec_batch(count, self.sprites, seed=self.seed, start=start, split=self.split)
+        if not chosen:
+            return specs
+        even = size.batch_size - chosen
+        is_fast = torch.isin(specs.motion[even:], torch.tensor([MOTIONS.index(motion) for motion in FAST_MOTIONS]))
+        # a quarter of the motions is fast: among the rest there are nearly always enough, and slow ones fill up
+        order = torch.cat([torch.arange(even), even + torch.argsort(~is_fast, stable=True)])[: size.batch_size]
+        parts = {name: getattr(specs, name)[order] for name in (item.name for item in dataclasses.fields(ClipSpec))}
+        return dataclasses.replace(specs, **parts)
 
     def render(self, specs: SpecBatch, size: ClipSize) -> tuple[torch.Tensor, torch.Tensor]:
         """Video (B, 3, T, H, W) in [-1, 1] and coverage (B, 1, T, H, W) in [0, 1], float32."""
-        lengths = {"frames": size.frames, "height": size.height, "width": size.width}
-        if size.sprite_px is None:
-            return render_clips(specs, self.sprites, **lengths)
-        low, high = size.sprite_px
-        return render_clips(specs, self.sprites, **lengths, sprite_px=(low, high))
+        edges = None if size.sprite_px is None else (size.sprite_px[0], size.sprite_px[1])
+        return render_clips(
+            specs, self.sprites, frames=size.frames, height=size.height, width=size.width, sprite_px=edges
+        )
 
     def generator(self, step: int) -> torch.Generator:
         """Generator for everything else that is random in a step."""

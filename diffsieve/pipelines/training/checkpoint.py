@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-FORMAT = 1
+from ...errors import UserInputError
+
+FORMAT = 2
 STATE_FILE = "state.pt"
+WEIGHTS_FILE = "weights.json"
+_NEW_FILE_MODE = 0o644
 
 
 class AveragedWeights:
@@ -54,10 +59,12 @@ class AveragedWeights:
 
 
 def write_atomically(path: Path, save: Any) -> None:
-    """Call `save(temporary_path)` and move the result to `path`: a reader sees the old file or the new one, never a part."""
+    """Call `save(temporary_path)` and move the result to `path`, so that a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
     save(temporary)
+    # safetensors makes files that only their owner may read
+    temporary.chmod(_NEW_FILE_MODE)
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -77,24 +84,22 @@ def load_state(folder: Path, device: torch.device) -> dict[str, Any] | None:
     """The state written last, or None when there is none.
 
     Raises:
-        ValueError: For a state of another format.
+        UserInputError: For a state of another format.
     """
     path = folder / STATE_FILE
     if not path.exists():
         return None
     state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     if state.get("format") != FORMAT:
-        raise ValueError(f"{path} must have format {FORMAT}, got {state.get('format')}")
+        raise UserInputError(f"{path} must have format {FORMAT}, got {state.get('format')}; start the run anew")
     return state
 
 
-def save_weights(folder: Path, tensors: Mapping[str, torch.Tensor], max_bytes: int = 15_000_000) -> list[Path]:
-    """Write weights as numbered safetensors shards of at most about `max_bytes` each.
+def save_weights(folder: Path, tensors: Mapping[str, torch.Tensor], step: int, max_bytes: int = 15_000_000) -> None:
+    """Write weights as safetensors shards of at most about `max_bytes` each, and `weights.json`, which names them.
 
-    A checkpoint can then pass through a channel that limits the size of a file.
-
-    Returns:
-        The files, in order.
+    A checkpoint can then pass through a channel that limits the size of a file. The names carry the step and
+    `weights.json` is replaced last, so the folder holds one complete set at any moment.
     """
     from safetensors.torch import save_file
 
@@ -107,31 +112,61 @@ def save_weights(folder: Path, tensors: Mapping[str, torch.Tensor], max_bytes: i
             size = 0
         shards[-1][key] = tensor.detach().cpu().contiguous()
         size += tensor_bytes
-    for old in folder.glob("weights-*.safetensors"):
-        old.unlink()
-    files = []
+    names = []
     for index, shard in enumerate(shards):
-        path = folder / f"weights-{index:02d}.safetensors"
-        write_atomically(path, lambda temporary, shard=shard: save_file(shard, temporary))
-        files.append(path)
-    return files
+        names.append(f"weights-{step:07d}-{index:02d}.safetensors")
+        write_atomically(folder / names[-1], lambda temporary, shard=shard: save_file(shard, temporary))
+    write_json(folder / WEIGHTS_FILE, {"step": step, "files": names})
+    _remove_other_shards(folder, names)
+
+
+def copy_weights(source: Path, target: Path) -> None:
+    """Copy the set of `save_weights` from one folder to another, which holds one complete set at any moment."""
+    names = _shard_names(source)
+    for name in [*names, WEIGHTS_FILE]:
+        copy_file(source / name, target / name)
+    _remove_other_shards(target, names)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file; a reader of the target sees the old one or the new one."""
+    write_atomically(target, lambda temporary: shutil.copyfile(source, temporary))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether `save_weights` has written a set there."""
+    return (folder / WEIGHTS_FILE).is_file()
 
 
 def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Read what `save_weights` wrote.
 
     Raises:
-        FileNotFoundError: When the folder holds no weights.
+        UserInputError: When the folder holds no complete set.
     """
     from safetensors.torch import load_file
 
-    files = sorted(folder.glob("weights-*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no weights-*.safetensors; train the stage first")
     tensors: dict[str, torch.Tensor] = {}
-    for path in files:
-        tensors.update(load_file(path))
+    for name in _shard_names(folder):
+        if not (folder / name).is_file():
+            raise UserInputError(f"{folder} must hold the files of its {WEIGHTS_FILE}, but {name} is missing")
+        tensors.update(load_file(folder / name))
     return tensors
+
+
+def _shard_names(folder: Path) -> list[str]:
+    if not has_weights(folder):
+        raise UserInputError(
+            f"{folder} must hold trained weights, but it has no {WEIGHTS_FILE}; train that stage first"
+        )
+    names: list[str] = json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8"))["files"]
+    return names
+
+
+def _remove_other_shards(folder: Path, names: list[str]) -> None:
+    for old in folder.glob("weights-*.safetensors"):
+        if old.name not in names:
+            old.unlink()
 
 
 def take_module(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
@@ -140,7 +175,22 @@ def take_module(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, tor
     return {key[len(prefix) :]: value.float() for key, value in tensors.items() if key.startswith(prefix)}
 
 
-def module_tensors(modules: Mapping[str, nn.Module], names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+def module_tensors(modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
     """The inverse of `take_module` for live modules."""
-    chosen = modules if names is None else {name: modules[name] for name in names}
-    return {f"{name}.{key}": value for name, module in chosen.items() for key, value in module.state_dict().items()}
+    return {f"{name}.{key}": value for name, module in modules.items() for key, value in module.state_dict().items()}
+
+
+def load_module(module: nn.Module, tensors: Mapping[str, torch.Tensor], name: str) -> None:
+    """Load the tensors of `name` into a module.
+
+    Raises:
+        UserInputError: When they are missing or belong to a module of another size.
+    """
+    taken = take_module(tensors, name)
+    if not taken:
+        raise UserInputError(f"weights must hold a {name}, got {sorted({key.split('.')[0] for key in tensors})}")
+    try:
+        module.load_state_dict(taken)
+    except RuntimeError as error:
+        first = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
+        raise UserInputError(f"weights of the {name} must fit the model settings: {first}") from error

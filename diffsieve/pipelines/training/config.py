@@ -15,6 +15,8 @@ from diffsieve.errors import UserInputError
 
 FRAMES_PER_LATENT = 4
 PIXELS_PER_LATENT = 8
+FUSIONS = ("compile", "triton", "none")
+MAX_BATCH = 512  # clips that one process may draw in a step
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class ClipSize:
         for name in ("height", "width"):
             if getattr(self, name) < 16 or getattr(self, name) % 16:
                 raise UserInputError(f"{name} must be a positive multiple of 16, got {getattr(self, name)}")
-        if self.batch_size < 1:
-            raise UserInputError(f"batch_size must be at least 1, got {self.batch_size}")
+        if not 1 <= self.batch_size <= MAX_BATCH:
+            raise UserInputError(f"batch_size must be in [1, {MAX_BATCH}], got {self.batch_size}")
         if self.sprite_px is not None and len(self.sprite_px) != 2:
             raise UserInputError(f"sprite_px must be a smallest and a largest edge, got {self.sprite_px}")
 
@@ -80,7 +82,9 @@ class Phase(ClipSize):
             raise UserInputError(f"until must be in (0, 1], got {self.until}")
         if self.shift <= 0:
             raise UserInputError(f"shift must be positive, got {self.shift}")
-        if (self.extra is None) != (self.extra_every == 0):
+        if not 0 <= self.long_text_share <= 1:
+            raise UserInputError(f"long_text_share must be in [0, 1], got {self.long_text_share}")
+        if self.extra_every < 0 or (self.extra is None) != (self.extra_every == 0):
             raise UserInputError(f"extra and extra_every go together, got {self.extra} and {self.extra_every}")
 
 
@@ -107,11 +111,12 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """What the two stages share.
+    """What the stages share.
 
     Args:
-        seconds: Length of the whole stage in seconds, over all its legs; learning rate and phases follow the share that
-            is over.
+        seconds: Length of the whole stage in seconds, without the set-up before its second step; learning rate and
+            phases follow the share that is over. In a leg that the schedule is fitted to, only the ratio of the stages
+            counts.
         steps: Length of the whole stage in optimiser steps; takes the place of `seconds` when given.
         phases: Clip sizes in order.
         muon_lr: Peak learning rate of Muon (spectral size of one step on a matrix).
@@ -120,10 +125,10 @@ class StageConfig:
         warmup: Share of the stage with a rising learning rate.
         hold: Share of the stage after which the learning rate falls linearly to 0.
         clip_norm: Largest gradient norm.
-        ema_decay: Decay per step of the averaged weights.
-        fast: Fused layers of the autoencoder on a GPU, compiled blocks of the transformer.
+        ema_decay: Decay per step of the averaged weights, in [0, 1).
         log_every: Steps between lines of the stage log; also how often processes agree on the time.
-        save_every: Seconds between checkpoints within a leg.
+        save_every: Seconds between saves of the state and of the averaged weights.
+        sample_every: Seconds between contact sheets; 0 = none; None = 120 on a GPU and none on a CPU.
     """
 
     seconds: float = 300.0
@@ -135,85 +140,135 @@ class StageConfig:
     warmup: float = 0.02
     hold: float = 0.5
     clip_norm: float = 1.0
-    ema_decay: float = 0.999
-    fast: bool = True
+    ema_decay: float = 0.998
     log_every: int = 10
-    save_every: float = 120.0
+    save_every: float = 60.0
+    sample_every: float | None = None
 
     def __post_init__(self) -> None:
-        for name, length in (("seconds", self.seconds), ("steps", self.steps)):
-            if length is not None and length <= 0:
-                raise UserInputError(f"{name} must be positive, got {length}")
+        for name in ("seconds", "steps", "clip_norm", "log_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserInputError(f"{name} must be positive, got {value}")
+        for name in ("muon_lr", "adam_lr", "weight_decay", "sample_every"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UserInputError(f"{name} must be at least 0, got {value}")
+        if not 0 <= self.ema_decay < 1:
+            raise UserInputError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
         ends = [phase.until for phase in self.phases]
-        if not ends or ends != sorted(ends) or ends[-1] != 1:
+        if not ends or ends != sorted(set(ends)) or ends[-1] != 1:
             raise UserInputError(f"phases must end at rising shares up to 1, got {ends}")
         if not 0 <= self.warmup <= self.hold <= 1:
-            raise UserInputError(f"need 0 <= warmup <= hold <= 1, got {self.warmup} and {self.hold}")
+            raise UserInputError(
+                f"warmup and hold must satisfy 0 <= warmup <= hold <= 1, got {self.warmup}, {self.hold}"
+            )
 
     def phase(self, progress: float) -> Phase:
         """The phase that holds at `progress` in [0, 1]."""
         return next((phase for phase in self.phases if progress < phase.until), self.phases[-1])
 
+    def sizes(self, progress: float = 1.0) -> list[tuple[int, int, int]]:
+        """(frames, height, width) of the clips used up to `progress`, extra sizes included, in order."""
+        found: dict[tuple[int, int, int], None] = {}
+        start = 0.0
+        for phase in self.phases:
+            if start >= progress:
+                break
+            for size in (phase, phase.extra):
+                if size is not None:
+                    found[(size.frames, size.height, size.width)] = None
+            start = phase.until
+        return list(found)
+
     def learning_rate_factor(self, progress: float) -> float:
         """Factor in [0, 1] on the peak learning rates at `progress` in [0, 1]."""
         if progress < self.warmup:
-            return max(progress, 1e-3) / self.warmup
+            return max(progress / self.warmup, 0.05)
         if progress <= self.hold or self.hold == 1:
             return 1.0
         return max(0.0, (1 - progress) / (1 - self.hold))
 
 
 def _vae_phases() -> tuple[Phase, ...]:
-    return (
-        Phase(frames=13, height=128, width=128, batch_size=32, sprite_px=(56.0, 74.0), until=0.72),
-        Phase(frames=25, height=192, width=192, batch_size=12, until=1.0),
-    )
+    return (Phase(frames=17, height=128, width=128, batch_size=24, sprite_px=(56.0, 74.0)),)
+
+
+def _decoder_phases() -> tuple[Phase, ...]:
+    return (Phase(frames=25, height=192, width=192, batch_size=12),)
 
 
 def _dit_phases() -> tuple[Phase, ...]:
-    # the same edges in pixels as at 192 pixels, so that what a subject looks like carries over
-    large = ClipSize(frames=41, height=320, width=320, batch_size=6, sprite_px=(84.0, 120.0))
-    default = Phase(frames=25, height=192, width=192, batch_size=33, shift=3.0, long_text_share=0.3)
     return (
-        Phase(frames=25, height=128, width=128, batch_size=66, sprite_px=(58.0, 74.0), until=0.25, shift=1.8),
-        dataclasses.replace(default, until=0.75),
-        dataclasses.replace(default, until=1.0, extra=large, extra_every=4),
+        Phase(height=128, width=128, batch_size=64, sprite_px=(58.0, 74.0), until=0.5, shift=1.8, long_text_share=1.0),
+        Phase(height=192, width=192, batch_size=32, long_text_share=0.9),
     )
 
 
 @dataclass(frozen=True)
 class VaeConfig(StageConfig):
-    """First stage: the autoencoder.
+    """The autoencoder: all of it in the first stage, or the decoder alone.
 
     Args:
+        fusion: How norm and SiLU of the residual blocks are fused on a GPU: "compile" (static graphs, half a minute of
+            compilation for each clip size), "triton" (a kernel of this project, no compilation), "none". On a CPU
+            nothing is fused.
+        fast_share: Share of the clips that show a fast motion (circle, bounces), beyond their part in the rest.
         alpha_weight: Extra weight of the L1 and L2 terms where the sprite covers the picture.
         gradient_weight: Weight of the L1 distance between spatial differences (sharp edges).
-        kl_weight: Weight of the KL term, mean over latent values.
-        latent_noise: Noise added to the latents before decoding, relative to their spread: makes the decoder forgive small
-            errors of the transformer.
-        min_ceiling: Share of reconstructed clips whose subject the judge must see before a run goes on to the transformer:
-            nothing that the transformer learns on poor latents can be used later.
+        kl_weight: Weight of the KL term, mean over latent values; no part of the loss when only the decoder is trained.
+        latent_noise: Noise added to the latents before decoding, relative to their spread: makes the decoder forgive
+            small errors of the transformer.
+        min_ceiling: Share of reconstructed clips whose subject the judge must see before a run goes on to the
+            transformer: nothing that the transformer learns on poor latents can be used later.
     """
 
+    seconds: float = 240.0
     phases: tuple[Phase, ...] = field(default_factory=_vae_phases)
+    hold: float = 0.6
+    ema_decay: float = 0.99
+    fusion: str = "compile"
+    fast_share: float = 0.0
     alpha_weight: float = 4.0
     gradient_weight: float = 1.0
     kl_weight: float = 2e-4
     latent_noise: float = 0.05
     min_ceiling: float = 0.98
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fusion not in FUSIONS:
+            raise UserInputError(f"fusion must be one of {', '.join(FUSIONS)}, got {self.fusion!r}")
+        for name in ("fast_share", "min_ceiling"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserInputError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class DecoderConfig(VaeConfig):
+    """The decoder alone; settings as for the autoencoder, with a gentler peak: the weights are trained already."""
+
+    seconds: float = 90.0
+    phases: tuple[Phase, ...] = field(default_factory=_decoder_phases)
+    muon_lr: float = 0.01
+    adam_lr: float = 5e-4
+    hold: float = 0.3
+    fast_share: float = 0.5
+
 
 @dataclass(frozen=True)
 class DitConfig(StageConfig):
-    """Second stage: transformer and text encoder together.
+    """Transformer and text encoder together.
 
     Args:
+        compile: Compile the transformer's blocks. Steps with short captions and those of an extra clip size run
+            eagerly: they are too few to be worth graphs of their own.
         caption_dropout: Share of clips trained on the empty caption, for guidance.
         uniform_share: Share of clips with uniform sigmas; the rest is logit-normal.
-        text_length: Length to which caption embeddings are zero-padded in most steps.
+        text_length: Length to which caption embeddings are zero-padded in steps with short captions.
         long_text_length: The stock default length, so that it works too.
-        reuse: How often a clip is used, each time with other noise, sigma and caption dropout: encoding clips is a third
-            of the work otherwise. Batch sizes are multiples of it, or it is ignored.
+        reuse: How often a clip is used, each time with other noise, sigma and caption dropout: encoding clips is a
+            third of the work otherwise. Batch sizes must be multiples of it.
         reuse_lag: Steps between two uses.
     """
 
@@ -222,12 +277,30 @@ class DitConfig(StageConfig):
     muon_lr: float = 0.015
     adam_lr: float = 6e-4
     weight_decay: float = 0.02
+    compile: bool = True
     caption_dropout: float = 0.1
     uniform_share: float = 0.25
     text_length: int = 32
     long_text_length: int = 512
-    reuse: int = 3
-    reuse_lag: int = 50
+    reuse: int = 4
+    reuse_lag: int = 25
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("caption_dropout", "uniform_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserInputError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        for name in ("text_length", "reuse", "reuse_lag"):
+            if getattr(self, name) < 1:
+                raise UserInputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.long_text_length < self.text_length:
+            raise UserInputError(
+                f"long_text_length must be at least text_length ({self.text_length}), got {self.long_text_length}"
+            )
+        sizes = [size for phase in self.phases for size in (phase, phase.extra) if size is not None]
+        for size in sizes:
+            if size.batch_size % self.reuse:
+                raise UserInputError(f"batch_size must be a multiple of reuse ({self.reuse}), got {size.batch_size}")
 
 
 @dataclass(frozen=True)
@@ -244,20 +317,37 @@ class EvaluationConfig:
     """
 
     prompts: int = 128
-    size: ClipSize = field(default_factory=lambda: ClipSize(batch_size=16))
+    size: ClipSize = field(default_factory=ClipSize)
     steps: int = 14
     guidance_scale: float = 4.0
-    max_sequence_length: int = 32
+    max_sequence_length: int = 512
     seed: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "steps", "max_sequence_length"):
+            if getattr(self, name) < 1:
+                raise UserInputError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run."""
+    """A whole run.
+
+    Args:
+        seed: Of the weights and the training clips; a continued run takes another one, to see other clips.
+        reserve_seconds: End of a leg that is kept for export and measurement when the schedule is fitted to the leg.
+        model: Sizes of the networks.
+        vae: First stage.
+        decoder: Decoder alone: encoder and latent statistics stay, so that a trained transformer stays valid.
+        dit: Transformer and text encoder.
+        evaluation: How the result is measured.
+    """
 
     seed: int = 0
+    reserve_seconds: float = 40.0
     model: ModelConfig = field(default_factory=ModelConfig)
     vae: VaeConfig = field(default_factory=VaeConfig)
+    decoder: DecoderConfig = field(default_factory=DecoderConfig)
     dit: DitConfig = field(default_factory=DitConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
@@ -279,7 +369,8 @@ class TrainConfig:
 
         Args:
             path: `.json` or `.toml`; None = defaults.
-            overrides: `part.name=value` with the value in JSON (a bare word is a string), for example `dit.seconds=600`.
+            overrides: `part.name=value` with the value in JSON (a bare word is a string), for example
+                `dit.seconds=600`.
         """
         values = _read(path) if path is not None else {}
         for item in overrides:
@@ -294,6 +385,8 @@ class TrainConfig:
             target = values
             for parent in parents:
                 target = target.setdefault(parent, {})
+                if not isinstance(target, dict):
+                    raise UserInputError(f"an override must name a single setting, got {item!r}")
             target[name] = value
         return cls.from_dict(values)
 

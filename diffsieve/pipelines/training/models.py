@@ -94,8 +94,8 @@ def embed_text(
 ) -> torch.Tensor:
     """Caption embeddings with zeros past each caption's end, as `WanPipeline` makes them.
 
-    The pipeline pads the ids first and blanks the embeddings of the padding afterwards. Padded keys are masked inside the
-    encoder, so encoding at a short length and padding the result is the same and cheaper.
+    The pipeline pads the ids first and blanks the embeddings of the padding afterwards. Padded keys are masked inside
+    the encoder, so encoding at a short length and padding the result is the same and cheaper.
 
     Args:
         token_ids: (B, S) int64.
@@ -111,7 +111,7 @@ def embed_text(
 
 
 def latent_statistics(vae: AutoencoderKLWan, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and spread of the latents from the autoencoder's configuration, each (1, C, 1, 1, 1) on the device of `like`."""
+    """Mean and spread of the latents from the autoencoder's configuration, each (1, C, 1, 1, 1), placed as `like`."""
     mean = torch.tensor(vae.config.latents_mean, device=like.device, dtype=like.dtype)
     std = torch.tensor(vae.config.latents_std, device=like.device, dtype=like.dtype)
     return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)

@@ -1,8 +1,8 @@
 """Muon: momentum steps made orthogonal, for matrices and convolution kernels.
 
 Method after Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks": the momentum of a matrix is
-replaced by the nearest (semi-)orthogonal matrix, found by a quintic Newton-Schulz iteration: in bfloat16 on a GPU, where
-that is enough and fast, in float32 elsewhere.
+replaced by the nearest (semi-)orthogonal matrix, found by a quintic Newton-Schulz iteration: in bfloat16 on a GPU,
+where that is enough and fast, in float32 elsewhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def orthogonalise(matrices: torch.Tensor, iterations: int = 5) -> torch.Tensor:
         iterations: Newton-Schulz steps.
 
     Returns:
-        (N, R, C) in bfloat16 on a GPU, else float32; singular values within about [0.7, 1.2], apart from those that were zero.
+        (N, R, C) in bfloat16 on a GPU, else float32; singular values within about [0.7, 1.2], apart from those that
+        were zero.
     """
     a, b, c = _QUINTIC
     tall = matrices.shape[1] > matrices.shape[2]
@@ -68,7 +69,8 @@ class Muon(torch.optim.Optimizer):
                 self._step_shape(group, shape, parameters)
 
     def _step_shape(self, group: dict[str, Any], shape: tuple[int, int], parameters: list[nn.Parameter]) -> None:
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        weights: list[torch.Tensor] = [*parameters]
         for parameter in parameters:
             if "momentum" not in self.state[parameter]:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
@@ -78,11 +80,11 @@ class Muon(torch.optim.Optimizer):
         updates = orthogonalise(torch.stack([update.reshape(shape) for update in looked_ahead]))
         scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
         if group["weight_decay"]:
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         steps = [
             update.to(parameter.dtype).view_as(parameter) for update, parameter in zip(updates, parameters, strict=True)
         ]
-        torch._foreach_add_(parameters, steps, alpha=-scale)
+        torch._foreach_add_(weights, steps, alpha=-scale)
 
 
 def split_parameters(
@@ -92,7 +94,8 @@ def split_parameters(
 
     Args:
         modules: Modules to train.
-        excluded: Layers, anywhere below `modules`, that AdamW keeps: input and output layers and embeddings of conditions.
+        excluded: Layers, anywhere below `modules`, that AdamW keeps: input and output layers and embeddings of
+            conditions.
 
     Returns:
         Parameters for Muon and for AdamW, in a fixed order.
@@ -103,6 +106,7 @@ def split_parameters(
     for module in modules:
         for layer in module.modules():
             if isinstance(layer, (nn.Linear, nn.Conv2d, nn.Conv3d)) and id(layer) not in kept:
-                hidden[id(layer.weight)] = layer.weight
+                weight: Any = layer.weight
+                hidden[id(weight)] = weight
         everything.update((id(parameter), parameter) for parameter in module.parameters())
     return list(hidden.values()), [parameter for key, parameter in everything.items() if key not in hidden]

@@ -1,7 +1,7 @@
 """RMS norm, SiLU and causal padding of a residual block in one pass over the memory, for training on a GPU.
 
-The stock layers make about ten passes in float32, which cost more time than the convolutions between them. A compiler can
-fuse them too, but takes half a minute for each clip size.
+The stock layers make about ten passes in float32, which cost more time than the convolutions between them. A compiler
+can fuse them too, but takes half a minute for each clip size.
 
 Legend: B clips, C channels, T frames, R = B T H W rows of C neighbouring values, P frames of padding.
 """
@@ -62,7 +62,7 @@ class _NormSiluPad(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         from .norm_silu_kernels import norm_silu_bwd_kernel
 
         x, gamma = ctx.saved_tensors

@@ -50,7 +50,7 @@ def norm_silu_bwd_kernel(
     o_c = tl.arange(0, C)
     b_gamma = tl.load(GAMMA + o_c).to(tl.float32)  # [C]
     b_grad_gamma = tl.zeros([C], dtype=tl.float32)
-    for turn in range(0, tl.cdiv(rows, BLOCK_R * programs)):
+    for turn in range(tl.cdiv(rows, BLOCK_R * programs)):
         o_r = (pid + turn * programs) * BLOCK_R + tl.arange(0, BLOCK_R)
         m_r = o_r < rows
         o_x = o_r[:, None] * C + o_c[None, :]

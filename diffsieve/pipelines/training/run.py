@@ -1,194 +1,287 @@
 """A whole mini-wan run: stages in order, each in legs, then export, measurement and model card.
 
-Layout of a run's folder: `vae/` and `dit/` (state.pt, log.jsonl, weights-*.safetensors), `model/` (the exported pipeline),
+Layout of a run's folder: `vae/`, `decoder/` and `dit/` (state.pt, log.jsonl, weights.json, weights-*.safetensors,
+samples/), `start/` (weights that the run began with), `model/` (the exported pipeline), `settings.json`,
 `quality.json`, `sheet.png`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
-import time
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diffsieve.errors import DiffsieveError, UserInputError
-
-from .checkpoint import write_atomically, write_json
-from .config import EvaluationConfig, TrainConfig
-from .loop import LogEntry
+from ...errors import DiffsieveError, UserInputError
+from .checkpoint import STATE_FILE, copy_file, has_weights, write_atomically, write_json
+from .config import StageConfig, TrainConfig
+from .history import SETTINGS_FILE, START_FILE, read_settings, run_legs
+from .loop import Leg, LogEntry, StageResult, clock
 from .sprites import Sprites, load_sprites
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from diffusers import WanPipeline
 
 logger = logging.getLogger(__name__)
 
-STAGES = ("vae", "dit", "all", "finish")
+# what each choice of `stage` does, in order
+PLANS = {
+    "all": ("vae", "dit", "finish"),
+    "continue": ("decoder", "dit", "finish"),
+    "vae": ("vae",),
+    "decoder": ("decoder",),
+    "dit": ("dit", "finish"),
+    "finish": ("finish",),
+}
 
 
 def train_mini_wan(
     out: Path,
     sprites_path: Path,
-    config: TrainConfig,
+    config: TrainConfig | None = None,
     *,
     stage: str = "all",
     max_seconds: float | None = None,
+    pause: bool = False,
     resume: bool = False,
     start_from: Path | None = None,
-    measured: bool = True,
+    copy_to: Path | None = None,
     report: Callable[[LogEntry], None] | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Train one stage or all of them.
+    """Train one stage or several.
 
     Args:
         out: Folder of the run.
         sprites_path: File of `diffsieve data sprites`.
-        config: Settings; a resumed run takes those of its first leg.
-        stage: "vae", "dit", "finish" (export and measure) or "all" (the three in order).
-        max_seconds: Length of this leg; a later call with `resume` goes on. Not for "finish".
-        resume: Continue from the checkpoints in `out`.
-        start_from: Folder of averaged weights that the "dit" stage begins with.
-        measured: Measure the autoencoder at the end of its stage. "all" needs it to decide whether to go on.
-        report: Gets every log entry.
+        config: Settings; None = those of the run in `out` when it is resumed, else the defaults.
+        stage: A key of `PLANS`. "dit" exports and measures too, "vae" and "decoder" measure the autoencoder.
+        max_seconds: Length of this leg, export and measurement included. The schedules of the stages that start in it
+            are fitted to it: they share the time in the ratio of their `seconds`.
+        pause: Keep the schedules of the settings, and stop after `max_seconds`; a later leg goes on with `resume`.
+        resume: Continue from the checkpoints in `out`, with their schedules.
+        start_from: Trained weights to begin with: an exported pipeline, the folder of a run, or of a stage.
+        copy_to: Folder that gets the averaged weights, logs and results, without the large training states.
+        report: Gets every log entry (main process only).
+        announce: Gets the name of each part of the plan when it begins (main process only).
 
     Returns:
-        What was reached: "stage", "step", "seconds", "finished" and, where measured, "quality".
+        "main_process" (is this it), "stage", "out", "finished" (False when a leg paused), for each trained stage
+        "step", "seconds" and "finished", and where measured "vae_quality" and "quality".
 
     Raises:
-        UserInputError: For a wrong stage or a missing file.
+        UserInputError: For a wrong argument, a missing file, or an `out` that holds a run which is not resumed.
+        DiffsieveError: When the loss is not finite, or the autoencoder is too poor to go on.
     """
-    from accelerate import Accelerator
-
-    if stage not in STAGES:
-        raise UserInputError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
+    if stage not in PLANS:
+        raise UserInputError(f"stage must be one of {', '.join(PLANS)}, got {stage!r}")
+    if max_seconds is not None and max_seconds <= 0:
+        raise UserInputError(f"max_seconds must be positive, got {max_seconds}")
+    if pause and max_seconds is None:
+        raise UserInputError("pause needs max_seconds, got None")
     sprites = load_sprites(sprites_path)
-    config = _settings(out, config, resume)
-    accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
-    if accelerator.device.type == "cuda":
-        torch.cuda.set_device(accelerator.device)
-        torch.backends.cudnn.benchmark = True
-    summary: dict[str, Any] = {"stage": stage}
-    started = time.monotonic()
-    if stage in ("vae", "all"):
-        from .vae_stage import train_vae
-
-        result = train_vae(
-            config, sprites, out / "vae", accelerator, max_seconds=max_seconds, resume=resume, report=report
-        )
-        summary.update(step=result.step, seconds=result.seconds, finished=result.finished)
-        if accelerator.is_main_process and (measured or stage == "all"):
-            summary["vae_quality"] = _measure_vae(out, sprites, config, accelerator.device)
-        accelerator.wait_for_everyone()
-        if not result.finished or stage == "vae":
-            return summary
-        ceiling = json.loads((out / "vae" / "quality.json").read_text(encoding="utf-8"))["reconstruction_subject"]
-        if ceiling < config.vae.min_ceiling:
-            raise DiffsieveError(
-                f"the autoencoder must let the judge see at least {config.vae.min_ceiling:.0%} of the subjects, got "
-                f"{ceiling:.1%}; train it longer"
-            )
-    if stage in ("dit", "all"):
-        from .dit_stage import train_dit
-
-        result = train_dit(
-            config,
-            sprites,
-            out / "dit",
-            out / "vae",
-            accelerator,
-            max_seconds=None if max_seconds is None else max_seconds - (time.monotonic() - started),
-            resume=resume,
-            start_from=start_from,
-            report=report,
-        )
-        summary.update(step=result.step, seconds=result.seconds, finished=result.finished)
+    plan = PLANS[stage]
+    config = _settings(out, config, plan, resume)
+    accelerator = _accelerator()
+    leg_start = clock(accelerator)
     if accelerator.is_main_process:
-        summary["quality"] = finish(out, sprites, config, accelerator.device)
+        if stage != "finish":
+            write_json(out / SETTINGS_FILE, config.to_dict())
+        if start_from is not None and not (resume and (out / START_FILE).is_file()):
+            from .start import take_over
+
+            take_over(start_from, out, sprites)
+        if copy_to is not None:
+            copy_results(out, copy_to)
     accelerator.wait_for_everyone()
+    main = accelerator.is_main_process
+    summary: dict[str, Any] = {"main_process": main, "stage": stage, "out": str(out), "finished": True}
+    with _fast_arithmetic(accelerator.device):
+        for i, name in enumerate(plan):
+            if announce is not None and accelerator.is_main_process:
+                announce(name)
+            if name == "finish":
+                if accelerator.is_main_process:
+                    summary.update(finish(out, sprites, config, accelerator.device))
+            else:
+                deadline = None
+                if max_seconds is not None:
+                    later = [] if pause else [part for part in plan[i + 1 :] if part != "finish"]
+                    reserve = config.reserve_seconds if "finish" in plan and not pause else 0.0
+                    left = leg_start + max_seconds - reserve - clock(accelerator)
+                    deadline = clock(accelerator) + left * _share(config, name, later)
+                leg = Leg(deadline, not pause, resume, report, copy_to)
+                result = _train(name, out, sprites, config, accelerator, leg)
+                summary[name] = {"step": result.step, "seconds": result.seconds, "finished": result.finished}
+                if result.finished and name != "dit" and accelerator.is_main_process:
+                    summary["vae_quality"] = measure_vae(out / name, sprites, config, accelerator.device)
+                accelerator.wait_for_everyone()
+                if not result.finished:
+                    summary["finished"] = False
+                    break
+                if name == "vae" and "dit" in plan:
+                    _require_ceiling(out / name, config)
+            if copy_to is not None and accelerator.is_main_process:
+                copy_results(out, copy_to)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
     return summary
 
 
-def _settings(out: Path, config: TrainConfig, resume: bool) -> TrainConfig:
-    path = out / "settings.json"
-    if resume and path.is_file():
-        return TrainConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    write_json(path, config.to_dict())
+def _settings(out: Path, config: TrainConfig | None, plan: tuple[str, ...], resume: bool) -> TrainConfig:
+    saved = read_settings(out) if (out / SETTINGS_FILE).is_file() else None
+    if not resume:
+        used = [name for name in plan if (out / name / STATE_FILE).is_file()]
+        if used:
+            raise UserInputError(f"out must not hold a run of {', '.join(used)} unless it is resumed, got {out}")
+    elif saved is not None and config is not None and saved != config:
+        raise UserInputError(f"settings must be left out or equal {out / SETTINGS_FILE} when a run is resumed")
+    if plan == ("finish",) and saved is None:
+        raise UserInputError(f"out must hold a trained run, got {out} without {SETTINGS_FILE}")
+    if config is None:
+        config = saved if saved is not None and (resume or plan == ("finish",)) else TrainConfig()
     return config
 
 
-def _measure_vae(out: Path, sprites: Sprites, config: TrainConfig, device: torch.device) -> dict[str, Any]:
+def _accelerator() -> Accelerator:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    # a choice made with `accelerate launch` or `accelerate config` wins
+    chosen = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    default = "bf16" if torch.cuda.is_available() else "no"
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    # accelerate joins processes without a GPU only when it is told to stay on the CPU
+    on_cpu = world > 1 and not torch.cuda.is_available()
+    accelerator = Accelerator(mixed_precision=chosen or default, cpu=on_cpu)
+    if accelerator.num_processes != world:
+        raise UserInputError(
+            f"WORLD_SIZE must be the number of joined processes, got {world} but {accelerator.num_processes}"
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise UserInputError(f"mixed_precision must be no or bf16, got {accelerator.mixed_precision}")
+    supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if accelerator.distributed_type not in supported:
+        raise UserInputError(
+            f"distributed_type must be plain data parallel, got {accelerator.distributed_type.value}: every process "
+            "holds the whole model"
+        )
+    if accelerator.device.type == "cuda":
+        torch.cuda.set_device(accelerator.device)
+    return accelerator
+
+
+@contextmanager
+def _fast_arithmetic(device: torch.device) -> Iterator[None]:
+    """TF32 products and the fastest convolution for each shape, while a run trains on a GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before[0]
+        torch.set_float32_matmul_precision(before[1])
+
+
+def _share(config: TrainConfig, name: str, later: list[str]) -> float:
+    lengths = {part: getattr(config, part) for part in (name, *later)}
+    seconds = {part: stage.seconds for part, stage in lengths.items() if isinstance(stage, StageConfig)}
+    return seconds[name] / sum(seconds.values())
+
+
+def _train(
+    name: str, out: Path, sprites: Sprites, config: TrainConfig, accelerator: Accelerator, leg: Leg
+) -> StageResult:
+    if name == "dit":
+        from .dit_stage import train_dit
+        from .start import NETWORKS_FOLDER
+
+        started = out / NETWORKS_FOLDER if has_weights(out / NETWORKS_FOLDER) else None
+        return train_dit(config, sprites, out / "dit", out / "vae", accelerator, leg, start_from=started)
+    from .vae_stage import train_vae
+
+    decoder_of = out / "vae" if name == "decoder" else None
+    return train_vae(config, sprites, out / name, accelerator, leg, decoder_of=decoder_of)
+
+
+def _require_ceiling(folder: Path, config: TrainConfig) -> None:
+    ceiling = json.loads((folder / "quality.json").read_text(encoding="utf-8"))["reconstruction_subject"]
+    if ceiling < config.vae.min_ceiling:
+        raise DiffsieveError(
+            f"the autoencoder must let the judge see at least {config.vae.min_ceiling:.0%} of the subjects, got "
+            f"{ceiling:.1%}; train it longer"
+        )
+
+
+def measure_vae(folder: Path, sprites: Sprites, config: TrainConfig, device: torch.device) -> dict[str, Any]:
+    """Measure the autoencoder of a stage folder; writes `quality.json` and `sheet.png` there."""
     from .evaluate import evaluate_vae
     from .sheets import contact_sheet
     from .vae_stage import load_vae
 
-    vae = load_vae(config, out / "vae").to(device)
-    figures, pairs, specs = evaluate_vae(vae, sprites, config.evaluation)
-    write_json(out / "vae" / "quality.json", figures)
-    captions = [text for text in specs.captions()[: len(pairs) // 2] for text in (text, "  reconstruction")]
+    figures, pairs, specs = evaluate_vae(load_vae(config, folder).to(device), sprites, config.evaluation)
+    captions = [line for text in specs.captions()[: len(pairs) // 2] for line in (text, "  reconstruction")]
     sheet = contact_sheet(pairs * 2 - 1, captions)
-    write_atomically(out / "vae" / "sheet.png", lambda path: sheet.save(path, format="PNG"))
+    write_atomically(folder / "sheet.png", lambda path: sheet.save(path, format="PNG"))
+    write_json(folder / "quality.json", figures)
     return figures
 
 
 def load_trained(folder: Path, device: torch.device) -> WanPipeline:
-    """An exported pipeline for measurement: transformer in bfloat16 on a GPU, float32 on the CPU; decoder in float32."""
+    """An exported pipeline for measurement: decoder in float32, the rest in bfloat16 on a GPU and float32 on a CPU."""
     from diffusers import WanPipeline
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    pipe = WanPipeline.from_pretrained(folder, torch_dtype={"vae": torch.float32, "default": dtype})
+    pipe = WanPipeline.from_pretrained(folder, dtype={"vae": torch.float32, "default": dtype})
     return pipe.to(device)
 
 
 def finish(out: Path, sprites: Sprites, config: TrainConfig, device: torch.device) -> dict[str, Any]:
-    """Export the averaged weights of both stages to `out/model`, measure them, write figures, contact sheet and card."""
+    """Export the averaged weights to `out/model`, measure them, write figures, contact sheet and model card.
+
+    Returns:
+        "quality" and "vae_quality".
+    """
     from .captions import build_tokenizer
     from .dit_stage import load_networks
-    from .evaluate import assemble
-    from .export import export_pipeline
+    from .evaluate import assemble, evaluate_pipeline
+    from .export import describe, export_pipeline
+    from .sheets import contact_sheet
+    from .start import NETWORKS_FOLDER
     from .vae_stage import load_vae
 
-    vae = load_vae(config, out / "vae")
-    transformer, text_encoder = load_networks(config, out / "dit", len(build_tokenizer(sprites.names)))
-    pipe = assemble(config.model, sprites, vae, transformer, text_encoder)
-    size = export_pipeline(pipe, out / "model", card="")
+    vae_folder = out / ("decoder" if has_weights(out / "decoder") else "vae")
+    networks_folder = out / ("dit" if has_weights(out / "dit") else NETWORKS_FOLDER)
+    vae = load_vae(config, vae_folder)
+    networks = load_networks(config, networks_folder, len(build_tokenizer(sprites.names)))
+    size = export_pipeline(assemble(config.model, sprites, vae, *networks), out / "model")
     logger.info("exported %.1f MB", size / 1e6)
-    return measure(out, sprites, config.evaluation, device)
-
-
-def measure(out: Path, sprites: Sprites, config: EvaluationConfig, device: torch.device) -> dict[str, Any]:
-    """Measure `out/model` and write `quality.json`, `sheet.png` and the model card."""
-    from .evaluate import evaluate_pipeline
-    from .export import model_card
-    from .sheets import contact_sheet
-
-    figures, clips, specs = evaluate_pipeline(load_trained(out / "model", device), sprites, config)
+    figures, clips, specs = evaluate_pipeline(load_trained(out / "model", device), sprites, config.evaluation)
     write_json(out / "quality.json", figures)
     sheet = contact_sheet(clips * 2 - 1, specs.captions()[: len(clips)])
     write_atomically(out / "sheet.png", lambda path: sheet.save(path, format="PNG"))
-    vae_path = out / "vae" / "quality.json"
-    if vae_path.is_file():
-        card = model_card(figures, json.loads(vae_path.read_text(encoding="utf-8")), training_summary(out))
-        write_atomically(out / "model" / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
-    return figures
+    vae_path = vae_folder / "quality.json"
+    if not vae_path.is_file():
+        measure_vae(vae_folder, sprites, config, device)
+    vae_figures = json.loads(vae_path.read_text(encoding="utf-8"))
+    describe(out / "model", {"legs": run_legs(out), "quality": figures, "vae_quality": vae_figures})
+    return {"quality": figures, "vae_quality": vae_figures}
 
 
-def training_summary(out: Path) -> dict[str, Any]:
-    """Rows of the model card's training table, from the stage logs."""
-    rows: dict[str, Any] = {}
-    for stage, title in (("vae", "autoencoder"), ("dit", "transformer and text encoder")):
-        log = out / stage / "log.jsonl"
-        if log.is_file():
-            last = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
-            rows[f"{title}: steps"] = last["step"]
-            rows[f"{title}: seconds"] = round(last["seconds"])
-    return rows
-
-
-def with_evaluation(config: TrainConfig, **changes: Any) -> TrainConfig:
-    """The same settings with other evaluation fields."""
-    return dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, **changes))
+def copy_results(out: Path, folder: Path) -> None:
+    """Copy the small files of a run: settings, figures, sheets, model card."""
+    names = [SETTINGS_FILE, START_FILE, "quality.json", "sheet.png", "model/training.json", "model/README.md"]
+    names += [f"{stage}/{file}" for stage in ("vae", "decoder") for file in ("quality.json", "sheet.png")]
+    for name in names:
+        if (out / name).is_file():
+            copy_file(out / name, folder / name)

@@ -1,9 +1,9 @@
 """Encode and decode a clip in one pass instead of the autoencoder's frame-by-frame cache.
 
-`AutoencoderKLWan` walks over a clip in chunks of four frames and carries the last frames of every causal convolution along.
-Causal padding of the whole clip gives the same numbers in one call, so it can be trained and compiled. Two places differ
-from plain causal convolutions: the first frame passes each temporal resampling unchanged, and the upsampling
-convolution does not see it.
+`AutoencoderKLWan` walks over a clip in chunks of four frames and carries the last frames of every causal convolution
+along. Causal padding of the whole clip gives the same numbers in one call, so it can be trained and compiled. Two
+places differ from plain causal convolutions: the first frame passes each temporal resampling unchanged, and the
+upsampling convolution does not see it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def encode_clip(
 
     Args:
         video: (B, 3, 1 + 4k, H, W), values in [-1, 1].
-        fused: Use the fused layers of `norm_silu`; for a GPU.
+        fused: Use the Triton kernels of `norm_silu` in the residual blocks; for a GPU.
 
     Returns:
         Mean and log variance, each (B, C, 1 + k, H / 8, W / 8).
@@ -78,7 +78,7 @@ def _norm_conv(norm: Any, conv: Any, x: torch.Tensor, fused: bool) -> torch.Tens
 
 
 def _apply(layer: Any, x: torch.Tensor, fused: bool) -> torch.Tensor:
-    if hasattr(layer, "conv_shortcut"):
+    if fused and hasattr(layer, "conv_shortcut"):
         shortcut = layer.conv_shortcut(x)
         return shortcut + _norm_conv(layer.norm2, layer.conv2, _norm_conv(layer.norm1, layer.conv1, x, fused), fused)
     mode = getattr(layer, "mode", None)

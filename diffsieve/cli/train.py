@@ -1,0 +1,97 @@
+"""`diffsieve train`: train the models that ship with the package."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import ConfigFile, DebugFlag, JsonFlag, emit
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train the models that ship with the package.")
+
+EXIT_PAUSED = 3
+
+
+@app.callback()
+def _group() -> None:
+    """Train the models that ship with the package."""  # a callback keeps `mini-wan` a subcommand
+
+
+@app.command("mini-wan")
+def mini_wan(
+    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    sprites: Annotated[Path, typer.Option(help="File of `diffsieve data sprites`.")] = Path(".data/sprites.npz"),
+    stage: Annotated[
+        str,
+        typer.Option(
+            help="all: autoencoder, transformer, export, measurement. continue: decoder, transformer, export, "
+            "measurement. Or one of vae, decoder, dit, finish."
+        ),
+    ] = "all",
+    max_seconds: Annotated[
+        float | None, typer.Option(help="Length of this call; the schedules are fitted to it, export included.")
+    ] = None,
+    pause: Annotated[
+        bool, typer.Option("--pause", help="Stop after --max-seconds with unchanged schedules; --resume goes on.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in --out.")] = False,
+    start_from: Annotated[
+        Path | None, typer.Option(help="Trained weights to begin with: an exported model, a run, or a stage of one.")
+    ] = None,
+    copy_to: Annotated[
+        Path | None, typer.Option(help="Folder that gets weights and results after every save, without the state.")
+    ] = None,
+    settings: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML or JSON file of training settings.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PART.NAME=VALUE", help="Change one training setting.")
+    ] = None,
+    json: JsonFlag = False,
+    config: ConfigFile = None,
+    debug: DebugFlag = False,
+) -> None:
+    """Train mini-wan on clips that are drawn while it trains. Exit code 3: the leg paused, go on with --resume."""
+    from ..pipelines.training.config import TrainConfig
+    from ..pipelines.training.run import train_mini_wan
+    from .train_progress import TrainProgress
+
+    given = TrainConfig.load(settings, overrides or ()) if settings is not None or overrides else None
+    with TrainProgress() as progress:
+        summary = train_mini_wan(
+            out,
+            sprites,
+            given,
+            stage=stage,
+            max_seconds=max_seconds,
+            pause=pause,
+            resume=resume,
+            start_from=start_from,
+            copy_to=copy_to,
+            report=progress.report,
+            announce=progress.announce,
+        )
+    if summary.pop("main_process"):
+        emit(summary, as_json=json, text=_text(summary))
+    if not summary["finished"]:
+        raise typer.Exit(EXIT_PAUSED)
+
+
+def _text(summary: dict[str, Any]) -> str:
+    lines = []
+    for name in ("vae", "decoder", "dit"):
+        if name in summary:
+            stage = summary[name]
+            end = "finished" if stage["finished"] else "paused; go on with --resume"
+            lines.append(f"{name}: {stage['step']} steps, {stage['seconds']:.0f} s, {end}")
+    if "vae_quality" in summary:
+        figures = summary["vae_quality"]
+        lines.append(
+            f"autoencoder: subject right in {figures['reconstruction_subject']:.1%} of {figures['clips']} clips, "
+            f"{figures['psnr_db']:.1f} dB"
+        )
+    if "quality" in summary:
+        figures = summary["quality"]
+        rates = ", ".join(f"{name} {figures[name]:.1%}" for name in ("subject", "motion", "colour"))
+        lines.append(f"model: {rates} right of {figures['prompts']} held-out prompts; {summary['out']}/model")
+    return "\n".join(lines)
