@@ -1,0 +1,337 @@
+"""`llsa_attention` and its parts: validation, choice of the backend, and the custom ops with their gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UserInputError
+from .backends import choose_backend
+from .checks import check_choice, check_indices, check_tensors, check_topk
+from .levels import kept_per_level, level_lengths, resolve_levels
+from .pyramid import pyramid
+
+
+def llsa_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    block_size: int = 16,
+    topk: int | Sequence[int] = 8,
+    levels: int | str = "auto",
+    enrich: bool = True,
+    disjoint: bool = False,
+    indices: Sequence[Tensor] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    is_causal: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-linear sparse self-attention (arXiv 2512.16615), forward and backward, for models trained with it.
+
+    Keys are chosen from coarse to fine in a pyramid of block means; each query attends to the raw tokens of the blocks
+    it keeps and to pooled tokens of every coarser level, each counted as often as it holds raw tokens, under one
+    softmax. Neighbours in the sequence should be neighbours in the picture: reorder tokens first
+    (`diffsieve.kernels.orders`). Fewer than `block_size` tokens are attended densely.
+
+    Differentiable once in query, key and value, pooled tokens included; the choice of keys has no gradient. Works under
+    `torch.compile(fullgraph=True)`, autocast (inputs are cast to its dtype) and activation checkpointing; the same bits
+    in every run. NaN in query or key comes out as NaN; nothing outside the tensors is read for it.
+
+    Args:
+        query: `(B, H, L, D)`, floating point, any strides.
+        key, value: `(B, Hkv, L, D)`, `H % Hkv == 0`; query head h reads key head `h // (H // Hkv)`.
+        block_size: S, tokens pooled into one of the next level, >= 2. Smaller blocks choose better, larger run faster.
+        topk: tokens kept per level by each pooled query, >= 1, or one int per level from fine to coarse. More than
+            there are candidates means all of them.
+        levels: M: pooled levels, in [1, 4]; "auto" (1 below 16,384 tokens, 2 below 262,144, else 3) or "paper"
+            (`floor(log_S L) - 1`).
+        enrich: attend to the pooled tokens too. Without, far context is lost.
+        disjoint: leave out pooled tokens whose children are attended. Not the published form: there a kept region is
+            counted at every level. With it, keeping all is dense attention, which helps fine-tuning from dense weights.
+        indices: the keys kept, instead of choosing them: M tensors `(B, H, n_l, K_l)` int32 from fine to coarse, rows
+            ascending, -1 after the last entry, at least one entry in each row. `topk` is not used then.
+        scale: factor of the dot products, > 0; `1 / sqrt(D)` by default.
+        return_lse: also return the log of the weighted sum of exponentials.
+        backend: "auto", "reference", "torch" or "triton". A named backend is never replaced.
+        is_causal: must be False: a pooled token mixes past and future.
+
+    Returns:
+        `(B, H, L, D)` in the dtype and memory order of `query`; with `return_lse` also `(B, H, L)`, natural logarithm,
+        in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        UserInputError: an argument has a wrong type, shape, dtype, device or range.
+        BackendUnavailableError: the named backend cannot run these inputs here.
+    """
+    if is_causal:
+        raise UserInputError("is_causal must be False, got True: a pooled token mixes past and future tokens")
+    query, key, value = _autocast(query, key, value)
+    if not torch.compiler.is_compiling():
+        check_tensors(query, key, value, block_size, scale, backend)
+        check_choice(topk, levels, enrich, disjoint)
+    length = query.shape[2]
+    if length < block_size:  # one block, all of it kept, nothing pooled
+        enrich = disjoint = False
+        depth = 1
+    elif indices is not None and levels == "auto":
+        depth = len(indices)
+    else:
+        depth = resolve_levels(levels, length, block_size)
+    if indices is None:
+        if not torch.compiler.is_compiling() and length >= block_size:
+            check_topk(topk, depth)
+        wanted = [topk] * depth if isinstance(topk, int) else list(topk)[:depth]
+        chosen = torch.ops.diffsieve.llsa_select(query.detach(), key.detach(), block_size, wanted, backend)
+    else:
+        chosen = list(indices)
+        if not torch.compiler.is_compiling():
+            check_indices(chosen, query, block_size, depth)
+    out, lse = torch.ops.diffsieve.llsa_attention(
+        query, key, value, chosen, block_size, _scale(scale, query), enrich, disjoint, backend
+    )
+    return (out, lse) if return_lse else out
+
+
+def hierarchical_topk(
+    query: Tensor,
+    key: Tensor,
+    *,
+    block_size: int = 16,
+    topk: int | Sequence[int] = 8,
+    levels: int | str = "auto",
+    backend: str = "auto",
+) -> list[Tensor]:
+    """Choose keys level by level, as `llsa_attention` does; no gradient.
+
+    Args:
+        query, key, block_size, topk, levels, backend: as in `llsa_attention`.
+
+    Returns:
+        M tensors `(B, H, n_l, K_l)` int32 from fine to coarse: tokens of level l kept by each pooled query of level l,
+        rows ascending, -1 after the last entry. K_l is `topk`, or the number of candidates where that is less.
+    """
+    check_tensors(query, key, key, block_size, None, backend)
+    check_choice(topk, levels, True, False)
+    depth = resolve_levels(levels, query.shape[2], block_size)
+    check_topk(topk, depth)
+    wanted = [topk] * depth if isinstance(topk, int) else list(topk)
+    chosen: list[Tensor] = torch.ops.diffsieve.llsa_select(query.detach(), key.detach(), block_size, wanted, backend)
+    return chosen
+
+
+def enriched_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Sequence[Tensor],
+    *,
+    block_size: int = 16,
+    enrich: bool = True,
+    disjoint: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The second half of `llsa_attention`: attend with the keys already chosen, as `hierarchical_topk` returns them."""
+    return llsa_attention(
+        query,
+        key,
+        value,
+        block_size=block_size,
+        enrich=enrich,
+        disjoint=disjoint,
+        indices=indices,
+        scale=scale,
+        return_lse=return_lse,
+        backend=backend,
+    )
+
+
+def _scale(scale: float | None, query: Tensor) -> float:
+    return float(query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, all three in its dtype, as PyTorch's own attention has them."""
+    tensors = all(isinstance(x, Tensor) and x.is_floating_point() for x in (query, key, value))
+    if not tensors or not torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[None]:
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _pool(x: Tensor, block_size: int, levels: int, backend: str) -> list[Tensor]:
+    if backend == "triton":
+        from .triton_backend import pyramid_triton
+
+        return pyramid_triton(x, block_size=block_size, levels=levels)
+    return pyramid(x, block_size=block_size, levels=levels)
+
+
+@torch.library.custom_op("diffsieve::llsa_select", mutates_args=())
+def _select_op(query: Tensor, key: Tensor, block_size: int, topk: Sequence[int], backend: str) -> list[Tensor]:
+    name = choose_backend(query, block_size=block_size, backend=backend).name
+    kept = kept_per_level(topk, level_lengths(query.shape[2], block_size, len(topk)), block_size)
+    with _no_autocast(query):
+        pyramids = [_pool(x, block_size, len(kept), name) for x in (query, key)]
+        if name == "triton":
+            from .triton_backend import hierarchical_topk_triton
+
+            return hierarchical_topk_triton(*pyramids, topk=kept, block_size=block_size)
+        if name == "torch":
+            from .torch_backend import hierarchical_topk_torch
+
+            return hierarchical_topk_torch(*pyramids, topk=kept, block_size=block_size)
+        from .reference import hierarchical_topk_reference
+
+        return hierarchical_topk_reference(*pyramids, topk=kept, block_size=block_size)
+
+
+@_select_op.register_fake
+def _(query: Tensor, key: Tensor, block_size: int, topk: Sequence[int], backend: str) -> list[Tensor]:
+    lengths = level_lengths(query.shape[2], block_size, len(topk))
+    kept = kept_per_level(topk, lengths, block_size)
+    return [
+        query.new_empty((*query.shape[:2], length, count), dtype=torch.int32)
+        for length, count in zip(lengths[1:], kept, strict=True)
+    ]
+
+
+@torch.library.custom_op("diffsieve::llsa_attention", mutates_args=())
+def _attention_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Sequence[Tensor],
+    block_size: int,
+    scale: float,
+    enrich: bool,
+    disjoint: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    name = choose_backend(query, block_size=block_size, backend=backend).name
+    options: dict[str, Any] = {"block_size": block_size, "scale": scale, "enrich": enrich, "disjoint": disjoint}
+    with _no_autocast(query):
+        keys, values = (_pool(x, block_size, len(indices), name) for x in (key, value))
+        if name == "triton":
+            from .triton_backend import enriched_attention_fwd_triton
+
+            return enriched_attention_fwd_triton(query, keys, values, indices, **options)
+        if name == "torch":
+            from .torch_backend import enriched_attention_torch
+
+            return enriched_attention_torch(query, keys, values, indices, **options)
+        from .reference import enriched_attention_reference
+
+        out, lse = enriched_attention_reference(query, keys, values, indices, **options)
+        return _like(out, query), lse
+
+
+@_attention_op.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Sequence[Tensor],
+    block_size: int,
+    scale: float,
+    enrich: bool,
+    disjoint: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=dtype)
+
+
+@torch.library.custom_op("diffsieve::llsa_attention_backward", mutates_args=())
+def _attention_backward_op(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    indices: Sequence[Tensor],
+    block_size: int,
+    scale: float,
+    enrich: bool,
+    disjoint: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    name = choose_backend(query, block_size=block_size, backend=backend).name
+    options: dict[str, Any] = {"block_size": block_size, "scale": scale, "enrich": enrich, "disjoint": disjoint}
+    with _no_autocast(query):
+        keys, values = (_pool(x, block_size, len(indices), name) for x in (key, value))
+        saved = (query, keys, values, out, lse)
+        if name == "triton":
+            from .triton_backend import enriched_attention_bwd_triton
+
+            dq, dk, dv = enriched_attention_bwd_triton(grad_out, grad_lse, *saved, indices, **options, merge=True)
+            grads = dq, dk[0], dv[0]
+        elif name == "torch":
+            from .torch_backend import enriched_attention_backward_torch
+
+            grads = enriched_attention_backward_torch(grad_out, grad_lse, *saved, indices, **options)
+        else:
+            from .reference import enriched_attention_backward_reference
+
+            grads = enriched_attention_backward_reference(grad_out, grad_lse, query, keys, values, indices, **options)
+    return _like(grads[0], query), _like(grads[1], key), _like(grads[2], value)
+
+
+@_attention_backward_op.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    indices: Sequence[Tensor],
+    block_size: int,
+    scale: float,
+    enrich: bool,
+    disjoint: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _like(result: Tensor, x: Tensor) -> Tensor:
+    """A result in the dtype and memory order of `x`."""
+    if result.dtype == x.dtype and result.stride() == torch.empty_like(x, device="meta").stride():
+        return result
+    return torch.empty_like(x).copy_(result)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, indices, *ctx.options = inputs
+    ctx.levels = len(indices)
+    # The log-sum-exp is saved as well, so autograd must not fill its missing gradient with zeros.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, *output, *indices)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    query, key, value, out, lse, *indices = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grads = torch.ops.diffsieve.llsa_attention_backward(
+        grad_out, grad_lse, query, key, value, out, lse, indices, *ctx.options
+    )
+    return (*grads, [None] * ctx.levels, None, None, None, None, None)
+
+
+_attention_op.register_autograd(_backward, setup_context=_setup_context)
