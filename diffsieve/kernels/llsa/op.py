@@ -183,18 +183,18 @@ def _select_op(query: Tensor, key: Tensor, block_size: int, topk: Sequence[int],
     name = choose_backend(query, block_size=block_size, backend=backend).name
     kept = kept_per_level(topk, level_lengths(query.shape[2], block_size, len(topk)), block_size)
     with _no_autocast(query):
-        pyramids = [_pool(x, block_size, len(kept), name) for x in (query, key)]
+        q_pyramid, k_pyramid = (_pool(x, block_size, len(kept), name) for x in (query, key))
         if name == "triton":
             from .triton_backend import hierarchical_topk_triton
 
-            return hierarchical_topk_triton(*pyramids, topk=kept, block_size=block_size)
+            return hierarchical_topk_triton(q_pyramid, k_pyramid, topk=kept, block_size=block_size)
         if name == "torch":
             from .torch_backend import hierarchical_topk_torch
 
-            return hierarchical_topk_torch(*pyramids, topk=kept, block_size=block_size)
+            return hierarchical_topk_torch(q_pyramid, k_pyramid, topk=kept, block_size=block_size)
         from .reference import hierarchical_topk_reference
 
-        return hierarchical_topk_reference(*pyramids, topk=kept, block_size=block_size)
+        return hierarchical_topk_reference(q_pyramid, k_pyramid, topk=kept, block_size=block_size)
 
 
 @_select_op.register_fake
