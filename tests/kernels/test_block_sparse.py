@@ -86,7 +86,8 @@ def test_error_is_at_most_twice_that_of_dense_attention(backend, case, dtype):
     assert testing.error_ratio(out, exact) <= bound
     assert testing.lse_error(lse, exact_lse) <= testing.lse_bound(single_lse, exact_lse)
     assert lse.dtype == torch.float32
-    assert torch.equal(alone, out)
+    # The torch backend has two ways, with and without the log-sum-exp; each must be right by itself.
+    assert testing.error_ratio(alone, exact) <= bound
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -142,7 +143,7 @@ def test_chunks_are_bounded_and_do_not_change_the_result(monkeypatch):
     single_row = 15 * 16 * (2 * 32 + 16) * 8
     assert max(largest) > single_row
     largest.clear()
-    monkeypatch.setitem(torch_backend._CHUNK_BYTES, "cpu", 1)
+    monkeypatch.setattr(torch_backend, "_CHUNK_BYTES_THREAD", 1)
     torch.testing.assert_close(attend(inputs, case), whole, rtol=1e-12, atol=1e-12)
     assert max(largest) <= single_row
 
@@ -172,7 +173,7 @@ def test_gradients(case):
 
 @pytest.mark.parametrize("budget", [1, 10**9], ids=["row-by-row", "one-chunk"])
 def test_gradients_of_a_ragged_problem_match_the_reference(budget, monkeypatch):
-    monkeypatch.setitem(torch_backend._CHUNK_BYTES, "cpu", budget)
+    monkeypatch.setattr(torch_backend, "_CHUNK_BYTES_THREAD", budget)
     case = replace(BASE, batch=2, heads=4, kv_heads=2, len_q=100, len_k=120, variable=True, layout="blhd")
     inputs = testing.make_inputs(case, dtype=torch.float64)
     weight = torch.randn(inputs.query.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -28,7 +28,7 @@ class TileConfig:
 # "small": GPUs with at most 99 KiB of shared memory per program (sm_86, sm_89, sm_120).
 _TILES_16_BIT = {
     ("sm90", 32): TileConfig(128, 64, 4, 3),
-    ("sm90", 64): TileConfig(128, 64, 4, 3),
+    ("sm90", 64): TileConfig(128, 128, 4, 3),
     ("sm90", 128): TileConfig(128, 64, 4, 2),
     ("sm90", 256): TileConfig(128, 64, 8, 2),
     ("sm80", 32): TileConfig(128, 64, 4, 3),

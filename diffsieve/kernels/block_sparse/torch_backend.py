@@ -7,9 +7,9 @@ The lists are ascending, so the short block at the end of the keys can only be t
 keys of a row are a prefix of its gathered blocks. Rows with the same number of valid keys share a chunk, hence no
 chunk needs a mask.
 
-Working set: one chunk's keys, values and logits, at most `_CHUNK_BYTES` or one query block's if that is more; one
-contiguous copy of query, key or value where it is strided, ragged or (on the CPU) of 16 bits. Reading the counts
-costs one synchronisation with the device.
+Working set: one chunk's keys, values and (for the log-sum-exp) logits, at most 8 MiB a thread on the CPU and 256 MiB
+elsewhere, or one query block's if that is more; one contiguous copy of query, key or value where it is strided, ragged
+or (on the CPU) of 16 bits. Reading the counts costs one synchronisation with the device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-# On a CPU a chunk should stay in the last cache levels, elsewhere it should fill the device.
-_CHUNK_BYTES = {"cpu": 8 * 2**20}
+# On a CPU a chunk should stay in the last cache levels and still give every thread some rows; a GPU it should fill.
+_CHUNK_BYTES_THREAD = 8 * 2**20
 _CHUNK_BYTES_DEVICE = 256 * 2**20
 
 
@@ -48,9 +48,11 @@ def block_sparse_attention_torch(
     """Same meaning as `reference.block_sparse_attention_reference`; the log-sum-exp is None unless asked for."""
     batch, heads, len_q, dim = query.shape
     n_q = block_index.shape[2]
-    # SDPA does not return the log-sum-exp, and on a CPU plain products over blocks of 128 queries are faster.
-    use_sdpa = query.device.type != "cpu" and not return_lse
-    compute_dtype = query.dtype if use_sdpa else _accumulation_dtype(query.dtype)
+    # SDPA does not return the log-sum-exp. It is the faster way, by far on a CPU that is busy with other work: plain
+    # products bring all threads to a barrier six times a chunk, SDPA once.
+    use_sdpa = not return_lse
+    on_cpu = query.device.type == "cpu"
+    compute_dtype = query.dtype if use_sdpa and not on_cpu else _accumulation_dtype(query.dtype)
     q = _as_blocks(query, block_size, compute_dtype)
     k = _as_blocks(key, block_size, compute_dtype)
     v = _as_blocks(value, block_size, compute_dtype)
@@ -59,7 +61,9 @@ def block_sparse_attention_torch(
     out = torch.zeros_like(q)
     lse = q.new_full((q.shape[0], block_size), float("-inf")) if return_lse else None
     workspace = _Workspace(q)
-    for chunk in _chunks(block_index, block_count, key, block_size=block_size, floats_per_key=2 * dim + block_size):
+    for chunk in _chunks(
+        block_index, block_count, key, block_size=block_size, floats_per_key=2 * dim + (0 if use_sdpa else block_size)
+    ):
         b_q = q[chunk.rows]  # [C, S, D]
         b_k = workspace.gather("key", k, chunk)  # [C, n, D]
         b_v = workspace.gather("value", v, chunk)  # [C, n, D]
@@ -190,7 +194,8 @@ def _chunks(
     kv_head = head_of // heads * kv_heads + head_of % heads // (heads // kv_heads)
     index = (index + (kv_head * n_k).view(batch, heads, 1, 1)).reshape(-1, width)
 
-    budget = _CHUNK_BYTES.get(index.device.type, _CHUNK_BYTES_DEVICE)
+    on_cpu = index.device.type == "cpu"
+    budget = _CHUNK_BYTES_THREAD * torch.get_num_threads() if on_cpu else _CHUNK_BYTES_DEVICE
     lengths = valid.unique().tolist()
     for keys in lengths:
         if keys == 0:
