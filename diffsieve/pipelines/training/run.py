@@ -91,12 +91,12 @@ def train_mini_wan(
     accelerator = _accelerator()
     leg_start = clock(accelerator)
     if accelerator.is_main_process:
-        if stage != "finish":
-            write_json(out / SETTINGS_FILE, config.to_dict())
         if start_from is not None and not (resume and (out / START_FILE).is_file()):
             from .start import take_over
 
             take_over(start_from, out, sprites)
+        if stage != "finish":
+            write_json(out / SETTINGS_FILE, config.to_dict())
         if copy_to is not None:
             copy_results(out, copy_to)
     accelerator.wait_for_everyone()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 STATISTICS_FILE = "latents.json"
 STATISTICS_CLIPS = 256
+STATISTICS_BATCH = 16
 # the contact sheets drawn while training show these clips
 SAMPLES = 6
 SAMPLE_SEED = 78
@@ -198,7 +199,8 @@ def measure_latents(
 ) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each latent channel over training clips."""
     total = torch.zeros(3, vae.config.z_dim, device=accelerator.device, dtype=torch.float64)
-    for step in range(max(1, STATISTICS_CLIPS // size.batch_size)):
+    size = ClipSize(size.frames, size.height, size.width, STATISTICS_BATCH, size.sprite_px)
+    for step in range(STATISTICS_CLIPS // size.batch_size):
         video, _ = source.render(source.specs(10**5 + step, size), size)
         if video.is_cuda:
             video = video.contiguous(memory_format=torch.channels_last_3d)
