@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from .errors import BackendUnavailableError, DiffsieveError, UserInputError
     from .kernels.ba_att import ba_attention
     from .kernels.block_sparse import block_sparse_attention
+    from .kernels.llsa import llsa_attention
     from .pipelines.loading import load_pipeline
     from .processors import (
         BAAttConfig,
         BAAttProcessor,
+        LLSAConfig,
+        LLSAProcessor,
+        LLSASummary,
         SparsitySummary,
         apply_sparse_attention,
         remove_sparse_attention,
@@ -29,12 +33,16 @@ __all__ = [
     "BAAttProcessor",
     "BackendUnavailableError",
     "DiffsieveError",
+    "LLSAConfig",
+    "LLSAProcessor",
+    "LLSASummary",
     "SparsitySummary",
     "UserInputError",
     "__version__",
     "apply_sparse_attention",
     "ba_attention",
     "block_sparse_attention",
+    "llsa_attention",
     "load_pipeline",
     "remove_sparse_attention",
     "save_orders",
@@ -47,11 +55,15 @@ _HOMES = {
     "BAAttProcessor": "processors",
     "BackendUnavailableError": "errors",
     "DiffsieveError": "errors",
+    "LLSAConfig": "processors",
+    "LLSAProcessor": "processors",
+    "LLSASummary": "processors",
     "SparsitySummary": "processors",
     "UserInputError": "errors",
     "apply_sparse_attention": "processors",
     "ba_attention": "kernels.ba_att",
     "block_sparse_attention": "kernels.block_sparse",
+    "llsa_attention": "kernels.llsa",
     "load_pipeline": "pipelines.loading",
     "remove_sparse_attention": "processors",
     "save_orders": "processors",

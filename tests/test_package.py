@@ -16,12 +16,16 @@ PUBLIC = [
     "BAAttProcessor",
     "BackendUnavailableError",
     "DiffsieveError",
+    "LLSAConfig",
+    "LLSAProcessor",
+    "LLSASummary",
     "SparsitySummary",
     "UserInputError",
     "__version__",
     "apply_sparse_attention",
     "ba_attention",
     "block_sparse_attention",
+    "llsa_attention",
     "load_pipeline",
     "remove_sparse_attention",
     "save_orders",
@@ -61,7 +65,7 @@ def test_importing_the_package_loads_nothing_else():
     assert not loaded_by("import diffsieve; diffsieve.UserInputError") & {"torch", "numpy", *OPTIONAL}
 
 
-@pytest.mark.parametrize("name", ["block_sparse_attention", "ba_attention"])
+@pytest.mark.parametrize("name", ["block_sparse_attention", "ba_attention", "llsa_attention"])
 def test_the_kernels_load_torch_alone(name):
     loaded = loaded_by(f"import diffsieve; diffsieve.{name}")
     assert "torch" in loaded

@@ -1,24 +1,30 @@
 """Attention processors for diffusers: configs, installing and removing, the warm-up clock, the summary.
 
-`BAAttConfig` needs no diffusers. The first use of any other name imports diffusers and adds `set_attn_processor` and
-`sparsity_summary` to its pipeline base classes.
+`BAAttConfig` and `LLSAConfig` need no diffusers. The first use of any other name imports diffusers and adds
+`set_attn_processor` and `sparsity_summary` to its pipeline base classes.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .config import BAAttConfig
+from .llsa_config import LLSAConfig
 
 if TYPE_CHECKING:
     from .ba_att import BAAttProcessor
     from .families import supported_models
     from .install import apply_sparse_attention, remove_sparse_attention, sparse_attention
+    from .llsa import LLSAProcessor
+    from .llsa_summary import LLSASummary
     from .masks import RecordedMask, recorded_masks
     from .summary import SparsitySummary, save_orders, sparsity_summary
 
 __all__ = [
     "BAAttConfig",
     "BAAttProcessor",
+    "LLSAConfig",
+    "LLSAProcessor",
+    "LLSASummary",
     "RecordedMask",
     "SparsitySummary",
     "apply_sparse_attention",
@@ -32,6 +38,8 @@ __all__ = [
 
 _HOMES = {
     "BAAttProcessor": "ba_att",
+    "LLSAProcessor": "llsa",
+    "LLSASummary": "llsa_summary",
     "RecordedMask": "masks",
     "SparsitySummary": "summary",
     "apply_sparse_attention": "install",

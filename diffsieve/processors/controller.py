@@ -15,6 +15,7 @@ from .clock import StepClock
 from .config import BAAttConfig
 from .families import Family, Grid
 from .mailbox import ContextMailbox
+from .sites import PARALLEL_MESSAGE
 from .timing import StageTimer
 from .warmup import Warmup
 
@@ -249,12 +250,6 @@ class SparseController:
 
     def _running_record(self) -> StepRecord:
         return StepRecord(self._step, self._reasons, torch.stack([layer.processor._counters for layer in self.layers]))
-
-
-PARALLEL_MESSAGE = (
-    "sparse attention does not support parallelism inside a model yet (context or tensor parallel): remove it with "
-    "remove_sparse_attention(pipe), or load the model without a parallel_config"
-)
 
 
 def _num_blocks(video_tokens: int, text_tokens: int, block_size: int) -> int:

@@ -11,7 +11,8 @@ from ..errors import UserInputError
 from .ba_att import COUNTERS
 from .calibration import FALLBACK_ORDER, order_names, write_orders
 from .controller import MASK, SparseController
-from .install import controllers_of
+from .install import controllers_of, llsa_controllers_of
+from .llsa_summary import LLSASummary, llsa_summary
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,15 @@ class SparsitySummary:
         return format_summary(self)
 
 
-def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary:
-    """Return what sparse attention did in the latest generation. Waits for the device.
+def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary | LLSASummary:
+    """Return what sparse attention did in the latest generation (with LLSA: forward). Waits for the device.
 
     Raises:
         UserInputError: sparse attention is not applied.
     """
+    llsa = llsa_controllers_of(pipeline_or_transformer)
+    if llsa:
+        return llsa_summary(llsa)
     controllers = _applied(pipeline_or_transformer)
     clock, config = controllers[0].clock, controllers[0].config
     active = [controller for controller in controllers if controller.generation == clock.generation > 0]

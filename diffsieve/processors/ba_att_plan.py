@@ -1,0 +1,57 @@
+"""What BA-Att changes in a transformer: a processor per layer, a controller, a mailbox."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from .ba_att import BAAttProcessor
+from .calibration import check_orders, read_orders
+from .clock import StepClock
+from .config import BAAttConfig
+from .controller import Layer, SparseController
+from .llsa import LLSAProcessor
+from .mailbox import ContextMailbox
+from .sites import find_sites, original_processor, select_layers
+
+
+def plan_ba_att(name: str, transformer: nn.Module, config: BAAttConfig) -> Callable[[StepClock], SparseController]:
+    """Check everything, change nothing.
+
+    Args:
+        name: Of the transformer in its pipeline.
+        config: Settings, held against the layers of the model.
+
+    Returns:
+        The installation, to be called once nothing is installed any more.
+
+    Raises:
+        UserInputError: the model is not supported, or the settings do not fit it.
+    """
+    family, sites = find_sites(name, transformer)
+    dense = select_layers(sites, config.dense_layers, "dense_layers")
+    recorded = select_layers(sites, config.record_masks, "record_masks")
+    orders = None
+    if config.orders is not None:
+        heads = {site.name: int(site.attn.heads) for site in sites}
+        orders = check_orders(read_orders(config.orders, name), heads, optional=dense)
+
+    def install(clock: StepClock) -> SparseController:
+        template = BAAttProcessor(config)
+        layers = []
+        for site in sites:
+            original = original_processor(site.attn, (BAAttProcessor, LLSAProcessor))
+            ends = site.number == 0 or site.last
+            processor = template.bind(
+                original,
+                family,
+                heads=int(site.attn.heads),
+                orders=None if orders is None else orders.get(site.name, (0,) * int(site.attn.heads)),
+                second_order=config.cov_layers == "all" or (config.cov_layers == "ends" and ends),
+                record=site.name in recorded,
+            )
+            site.attn.set_processor(processor)
+            layers.append(Layer(site.name, site.attn, original, processor, site.name in dense))
+        mailbox = ContextMailbox(transformer, transformer.get_submodule(sites[0].group), clock)
+        return SparseController(name, transformer, family, layers, config, clock, mailbox, orders)
+
+    return install

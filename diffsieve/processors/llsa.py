@@ -1,0 +1,101 @@
+"""LLSAProcessor: log-linear sparse attention inside a self-attention layer, for training and for trained models."""
+
+from typing import Any
+
+import torch
+
+from ..errors import UserInputError
+from ..kernels.llsa import choose_backend, llsa_attention
+from .families import Family
+from .llsa_config import LLSAConfig
+
+
+class LLSAProcessor:
+    """Attention processor that runs self-attention as LLSA, in training and inference alike.
+
+    Give one to `pipe.set_attn_processor(...)` or `apply_sparse_attention(...)`: every self-attention layer then gets
+    its own copy. It has no weights and keeps nothing from call to call. Other models call `attend` with their own
+    queries, keys and values.
+
+    Args:
+        config: Settings; default `LLSAConfig()`.
+        **options: Fields of `LLSAConfig`, instead of a config.
+
+    Raises:
+        UserInputError: a wrong setting, or both a config and options.
+    """
+
+    def __init__(self, config: LLSAConfig | None = None, **options: Any) -> None:
+        if config is not None and not isinstance(config, LLSAConfig):
+            raise UserInputError(f"config must be an LLSAConfig, got {type(config).__name__}")
+        if config is not None and options:
+            raise UserInputError(f"give a config or options, not both (got a config and {', '.join(options)})")
+        self.config = LLSAConfig.from_dict(options) if config is None else config
+        self._family: Family | None = None
+        # Set before each forward by the controller; the same tensors as long as the grid stays.
+        self._order: torch.Tensor | None = None
+        self._inverse: torch.Tensor | None = None
+        self._backend: str | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config!r})"
+
+    def bind(self, family: Family) -> "LLSAProcessor":
+        """Return a copy for one layer of a model of a family."""
+        bound = type(self)(self.config)
+        bound._family = family
+        return bound
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend with these settings; the tokens must be in an order in which neighbours are close.
+
+        Args:
+            query: (B, H, L, D), position encoding applied.
+            key, value: (B, Hkv, L, D).
+
+        Returns:
+            (B, H, L, D).
+        """
+        config = self.config
+        out = llsa_attention(
+            query,
+            key,
+            value,
+            block_size=config.block_size,
+            topk=config.topk,
+            levels=config.levels,
+            enrich=config.enrich,
+            disjoint=config.disjoint,
+            backend=config.backend,
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Attend; hidden states (B, L, C) in and out, in the dtype of the input."""
+        if self._family is None:
+            raise UserInputError(
+                "LLSAProcessor cannot be set on a transformer directly: it needs to know the token grid. Write "
+                "pipe.set_attn_processor(LLSAProcessor()), or apply_sparse_attention(transformer, LLSAConfig())"
+            )
+        if attention_mask is not None or encoder_hidden_states is not None:
+            what = "attention_mask" if attention_mask is not None else "encoder_hidden_states"
+            raise UserInputError(f"{what} must be None: LLSA pools tokens of one unmasked self-attention")
+        query, key, value = self._family.project(attn, hidden_states, rotary_emb)
+        if self._order is not None:
+            query, key, value = (x.index_select(1, self._order) for x in (query, key, value))
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if not torch.compiler.is_compiling():
+            block_size, backend = self.config.block_size, self.config.backend
+            self._backend = choose_backend(query, block_size=block_size, backend=backend).name
+        attended = self.attend(query, key, value).transpose(1, 2)
+        if self._inverse is not None:
+            attended = attended.index_select(1, self._inverse)
+        return self._family.output(attn, attended)

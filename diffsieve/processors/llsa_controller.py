@@ -1,0 +1,134 @@
+"""LLSA in one transformer: gives the processors the token order of each forward's grid, and tells what they do."""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UserInputError
+from ..kernels import orders
+from .ba_att import BAAttProcessor
+from .clock import StepClock
+from .families import Family, Grid
+from .llsa import LLSAProcessor
+from .llsa_config import LLSAConfig
+from .sites import PARALLEL_MESSAGE, find_sites, original_processor, select_layers
+
+logger = logging.getLogger(__name__)
+
+_ORDERS: dict[str, Callable[[Grid], torch.Tensor]] = {
+    "hilbert": orders.hilbert_order,
+    "frame_hilbert": orders.frame_hilbert_order,
+    "morton": orders.morton_order,
+}
+
+
+@dataclass(frozen=True)
+class LLSALayer:
+    """One layer that runs LLSA: its name, attention module, former and present processor."""
+
+    name: str
+    attn: Any
+    original: Any
+    processor: LLSAProcessor
+
+
+class LLSAController:
+    """Watches the forwards of one transformer for their grid."""
+
+    def __init__(
+        self,
+        name: str,
+        transformer: nn.Module,
+        family: Family,
+        layers: list[LLSALayer],
+        dense: tuple[str, ...],
+        config: LLSAConfig,
+    ) -> None:
+        """Args: name: of the transformer in its pipeline; dense: names of the layers left as they were."""
+        self.name, self.transformer, self.family = name, transformer, family
+        self.layers, self.dense, self.config = layers, dense, config
+        self.grid: Grid | None = None
+        self._device: torch.device | None = None
+        # Compiled callers must not trace this: it reads Python state.
+        self._handle = transformer.register_forward_pre_hook(torch.compiler.disable(self._hook()), with_kwargs=True)
+
+    def remove(self) -> None:
+        """Detach from the transformer and give every layer its own processor back."""
+        self._handle.remove()
+        for layer in self.layers:
+            if layer.attn.processor is layer.processor:
+                layer.attn.set_processor(layer.original)
+
+    def _hook(self) -> Any:
+        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            self._before_forward(hidden_states)
+
+        return before_forward
+
+    @torch.inference_mode(False)  # tensors made inside inference mode could not be used in training later
+    def _before_forward(self, hidden_states: torch.Tensor) -> None:
+        if getattr(self.transformer, "_parallel_config", None) is not None:
+            raise UserInputError(PARALLEL_MESSAGE)
+        grid = self.family.grid(self.transformer, hidden_states)
+        if (grid, hidden_states.device) == (self.grid, self._device):
+            return
+        self.grid, self._device = grid, hidden_states.device
+        order = inverse = None
+        if self.config.order != "raster":
+            order = _ORDERS[self.config.order](grid)
+            order, inverse = order.to(self._device), orders.inverse_order(order).to(self._device)
+        for layer in self.layers:
+            layer.processor._order, layer.processor._inverse = order, inverse
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the latest forward, None before the first."""
+        return None if self.grid is None else math.prod(self.grid)
+
+
+def plan_llsa(
+    name: str, transformer: nn.Module, config: LLSAConfig, *, warn: bool
+) -> Callable[[StepClock], LLSAController]:
+    """Check everything, change nothing.
+
+    Args:
+        name: Of the transformer in its pipeline.
+        config: Settings, held against the layers of the model.
+        warn: Whether the installation says that a model has to be trained for it.
+
+    Returns:
+        The installation, to be called once nothing is installed any more. LLSA has no steps: it ignores the clock.
+
+    Raises:
+        UserInputError: the model is not supported, or the settings do not fit it.
+    """
+    family, sites = find_sites(name, transformer)
+    if family.num_text:
+        raise UserInputError(f"{name} must have no text in its self-attention for LLSA, got {family.num_text} tokens")
+    dense = select_layers(sites, config.dense_layers, "dense_layers")
+
+    def install(clock: StepClock) -> LLSAController:
+        layers = []
+        for site in sites:
+            if site.name in dense:
+                continue
+            original = original_processor(site.attn, (BAAttProcessor, LLSAProcessor))
+            processor = LLSAProcessor(config).bind(family)
+            site.attn.set_processor(processor)
+            layers.append(LLSALayer(site.name, site.attn, original, processor))
+        if warn:
+            logger.warning(
+                "%s now attends by LLSA, which changes the output of a model that was not trained with it: use weights "
+                "trained with these settings, or fine-tune",
+                name,
+            )
+        names = tuple(site.name for site in sites if site.name in dense)
+        return LLSAController(name, transformer, family, layers, names, config)
+
+    return install
