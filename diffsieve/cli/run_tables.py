@@ -19,6 +19,7 @@ def format_comparison(report: Mapping[str, Any], out: Path) -> str:
         "seed",
         "PSNR\ndB",
         "SSIM",
+        "LPIPS",
         "density\nall/sparse",
         "steps\ndense",
         "seconds\ndense/sparse",
@@ -32,6 +33,7 @@ def format_comparison(report: Mapping[str, Any], out: Path) -> str:
             str(clip["seed"]),
             _number(clip["metrics"]["psnr"]["mean"], 2),
             _number(clip["metrics"]["ssim"]["mean"], 4),
+            _number(clip["metrics"]["lpips[alex]"]["mean"], 4),
             _pair(sparsity["density_overall"], sparsity["density_sparse_steps"], 3),
             f"{sparsity['steps_dense']}/{sparsity['steps_total']}",
             _pair(seconds["dense"]["total"], seconds["sparse"]["total"], 1),
@@ -42,6 +44,8 @@ def format_comparison(report: Mapping[str, Any], out: Path) -> str:
         _add_statistics(table, report["summary"])
     lines = [_render(table).rstrip()]
     lines += [f"note: {note}" for note in report["notes"]]
+    missing = {clip["metrics"]["lpips[alex]"]["reason"] for clip in report["clips"]} - {None}
+    lines += [f"LPIPS not computed: {reason}" for reason in sorted(missing)]
     backends = sorted({clip["sparsity"]["backend"] or "none" for clip in report["clips"]})
     place = report["environment"]
     lines.append(
@@ -51,8 +55,23 @@ def format_comparison(report: Mapping[str, Any], out: Path) -> str:
     lines += ["", f"written to {out}:"]
     for clip in report["clips"]:
         lines += [f"  {clip['folder']}/{name}" for name in clip["files"].values()]
-    lines.append("  report.json")
+    lines += ["  report.html", "  report.json"]
     return "\n".join(lines)
+
+
+def format_evaluation(report: Mapping[str, Any], out: Path) -> str:
+    """Lay out the report of `eval`: a column for each run and the noise floor, notes, files."""
+    from ..compare.evaluate_table import summary_table
+
+    rows = summary_table(report)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # Turned: metrics are many, runs are few.
+    for number, row in enumerate([rows.headings, *rows.rows]):
+        table.add_column(Text(row[0]), justify="right" if number else "left", overflow="fold")
+    for cells in list(zip(rows.headings, *rows.rows, strict=True))[1:]:
+        table.add_row(*(Text(cell) for cell in cells))  # as they are: "lpips[alex]" is no markup
+    lines = [_render(table).rstrip(), *(f"note: {note}" for note in report["notes"])]
+    return "\n".join([*lines, "", f"written to {out}: report.json, metrics.csv, report.html"])
 
 
 def format_generation(report: Mapping[str, Any], out: Path) -> str:
@@ -97,6 +116,7 @@ def _add_statistics(table: Table, summary: Mapping[str, Any]) -> None:
             "",
             _number(value["psnr"], 2),
             _number(value["ssim"], 4),
+            _number(value["lpips[alex]"], 4),
             _pair(value["density_overall"], value["density_sparse_steps"], 3),
             "",
             _pair(value["seconds_dense"], value["seconds_sparse"], 1),

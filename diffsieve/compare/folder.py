@@ -15,6 +15,7 @@ from .files import remove_parts, write_json
 
 SETTINGS = "settings.json"
 REPORT = "report.json"
+PAGE = "report.html"
 RECORD = "metrics.json"
 SETTINGS_SCHEMA = "diffsieve.compare.settings/1"
 _SLUG_LENGTH = 40
@@ -120,6 +121,7 @@ def start(out: Path, settings: Mapping[str, Any], prompt: Sequence[str], seed: S
     out.mkdir(parents=True, exist_ok=True)
     remove_parts(out)
     (out / REPORT).unlink(missing_ok=True)
+    (out / PAGE).unlink(missing_ok=True)
     write_json(
         out / SETTINGS,
         {"schema": SETTINGS_SCHEMA, "settings": dict(settings), "prompt": list(prompt), "seed": list(seed)},
@@ -129,6 +131,7 @@ def start(out: Path, settings: Mapping[str, Any], prompt: Sequence[str], seed: S
 def clear(out: Path, earlier: Mapping[str, Any], file_names: Sequence[str]) -> None:
     """Remove the files of an earlier comparison, and nothing else."""
     (out / REPORT).unlink(missing_ok=True)
+    (out / PAGE).unlink(missing_ok=True)
     for index, prompt in enumerate(earlier["prompt"]):
         for seed in earlier["seed"]:
             folder = out / item_name(index, prompt, seed)

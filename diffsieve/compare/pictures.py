@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
@@ -67,6 +69,7 @@ def difference_picture(
     labels: tuple[str, str],
     psnr: MetricResult,
     ssim: MetricResult | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> Image.Image:
     """Draw several frames of both runs, and under them the absolute difference on a colour scale with its legend.
 
@@ -77,13 +80,18 @@ def difference_picture(
         labels: of the two runs.
         psnr: values per frame, written under the frames.
         ssim: the same.
+        numbers: when `dense` and `sparse` hold only the frames to show, their numbers in the clip; see `shown_frames`.
     """
-    count = min(_SHOWN_FRAMES, len(dense))
-    shown = sorted({round(i * (len(dense) - 1) / max(count - 1, 1)) for i in range(count)})
-    difference = (dense[shown] - sparse[shown]).abs().mean(dim=1).numpy()  # (n, H, W)
+    if numbers is None:
+        shown = shown_frames(len(dense))
+        dense, sparse = dense[shown], sparse[shown]
+    else:
+        shown = list(numbers)
+    difference = (dense - sparse).abs().mean(dim=1).numpy()  # (n, H, W)
     end = _scale_end(difference)
     rows = [
-        [_thumbnail(to_image((clip[i] * 255.0).round().to(torch.uint8))) for i in shown] for clip in (dense, sparse)
+        [_thumbnail(to_image((clip[i] * 255.0).round().to(torch.uint8))) for i in range(len(shown))]
+        for clip in (dense, sparse)
     ]
     rows.append([_thumbnail(Image.fromarray(colour_scale(image / end))) for image in difference])
 
@@ -118,6 +126,12 @@ def difference_picture(
             draw_text(draw, (middle, y + line), f"SSIM {ssim.per_frame[index]:.3f}", 13, colour=FAINT, anchor="ma")
     _draw_legend(picture, draw, (margin + gutter, y + under + 14), end)
     return picture
+
+
+def shown_frames(count: int) -> list[int]:
+    """Return which frames of a clip the picture of differences shows: at most five, the first and the last too."""
+    shown = min(_SHOWN_FRAMES, count)
+    return sorted({round(i * (count - 1) / max(shown - 1, 1)) for i in range(shown)})
 
 
 def _scale_end(difference: np.ndarray) -> float:

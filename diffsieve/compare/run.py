@@ -13,14 +13,16 @@ import torch
 from PIL import Image
 
 from ..errors import UserInputError
-from ..eval import MetricResult, psnr, psnr_from_mean_mse, ssim
+from ..eval import LoadedLpips, MetricResult, lpips, ms_ssim, psnr, psnr_from_mean_mse, ssim
 from ..pipelines.loading import weights_digest
 from . import folder as folders
 from .clip import Clip, generate_clip
+from .compare_page import comparison_page, load_lpips_or_say_why
 from .config import CompareConfig, RunConfig
 from .files import remove_parts, write_frames, write_json, write_png
 from .mask_picture import mask_picture
 from .methods import METHODS
+from .page import write_page
 from .pictures import difference_picture, side_by_side
 from .prepare import Prepared, prepare, resolve_place, transformer_of
 from .progress import ItemProgress, ProgressCallback
@@ -56,8 +58,8 @@ def compare(
     """Generate every prompt and seed twice from the same noise, dense and sparse, and compare the raw frames.
 
     Per prompt and seed a folder with both clips, side_by_side.mp4, difference.png, mask.png and metrics.json; beside
-    them settings.json at the start and report.json at the end. A file is complete or absent at any time. A pair whose
-    metrics.json stands is not made again by a resumed run, and a finished dense half is not either.
+    them settings.json at the start, report.html and report.json at the end. A file is complete or absent at any time.
+    A pair whose metrics.json stands is not made again by a resumed run, and a finished dense half is not either.
 
     Args:
         config: what to generate; see `CompareConfig`.
@@ -100,13 +102,14 @@ def compare(
     folders.start(config.out, settings, config.prompt, config.seed)
 
     pairs = [(index, prompt, seed) for index, prompt in enumerate(config.prompt) for seed in config.seed]
+    perceptual = load_lpips_or_say_why(ready.pipe._execution_device)
     records: list[dict[str, Any]] = []
     for number, (index, prompt, seed) in enumerate(pairs):
         folder = config.out / folders.item_name(index, prompt, seed)
         teller = ItemProgress(progress, number, len(pairs), prompt, seed, config.steps or 0)
         record = folders.read_record(folder)
         if record is None:
-            record = _make_pair(ready, prompt, seed, folder, teller)
+            record = _make_pair(ready, prompt, seed, folder, teller, perceptual)
         records.append(record)
         teller.tell("sparse", "done", config.steps or 0)
     report = {
@@ -121,6 +124,7 @@ def compare(
         "summary": summary(records),
         "clips": records,
     }
+    write_page(config.out / folders.PAGE, comparison_page(report, config.out, method_label(config, ready.attention)))
     write_json(config.out / folders.REPORT, report)
     return report
 
@@ -139,7 +143,12 @@ def _mask_layer(ready: Prepared[CompareConfig]) -> int | None:
 
 
 def _make_pair(
-    ready: Prepared[CompareConfig], prompt: str, seed: int, folder: Path, teller: ItemProgress
+    ready: Prepared[CompareConfig],
+    prompt: str,
+    seed: int,
+    folder: Path,
+    teller: ItemProgress,
+    perceptual: LoadedLpips | MetricResult,
 ) -> dict[str, Any]:
     from ..processors import apply_sparse_attention, recorded_masks, remove_sparse_attention, sparsity_summary
 
@@ -163,7 +172,11 @@ def _make_pair(
         remove_sparse_attention(pipe)
 
     teller.tell("sparse", "write", config.steps or 0)
-    metrics = [metric(dense.frames, sparse.frames) for metric in (psnr, psnr_from_mean_mse, ssim)]
+    metrics = [metric(dense.frames, sparse.frames) for metric in (psnr, psnr_from_mean_mse, ssim, ms_ssim)]
+    if isinstance(perceptual, LoadedLpips):
+        metrics.append(lpips(dense.frames, sparse.frames, model=perceptual))
+    else:
+        metrics.append(perceptual)
     item = {"prompt": prompt, "seed": seed}
     written = _write_pair(ready, item, paths, (dense, sparse), metrics, mask)
     seconds = {"dense": clip_seconds(dense), "sparse": clip_seconds(sparse)}

@@ -47,12 +47,13 @@ def frame_chunks(
         raise UserInputError(f"chunk_size must be at least 1, got {chunk_size}")
     for start in range(0, reference.shape[0], chunk_size):
         yield (
-            _to_float64(reference[start : start + chunk_size]),
-            _to_float64(test[start : start + chunk_size]),
+            to_float64(reference[start : start + chunk_size]),
+            to_float64(test[start : start + chunk_size]),
         )
 
 
-def _to_float64(frames: torch.Tensor) -> torch.Tensor:
+def to_float64(frames: torch.Tensor) -> torch.Tensor:
+    """Return frames in [0, 1] as float64; uint8 is cast before it is divided by 255."""
     # Apple's GPU backend has no float64.
     if frames.device.type == "mps":
         frames = frames.cpu()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -10,7 +11,7 @@ from .frames import check_frames, frame_chunks
 from .result import MetricResult
 
 IDENTICAL_DB = 100.0
-"""What a frame with a mean squared error of 1e-10 or less counts in a mean, so that one such frame cannot make it infinite."""
+"""What a frame with a mean squared error of 1e-10 or less counts in a mean, which would be infinite otherwise."""
 
 
 def psnr(reference: torch.Tensor, test: torch.Tensor, *, chunk_size: int = 16) -> MetricResult:
@@ -27,10 +28,7 @@ def psnr(reference: torch.Tensor, test: torch.Tensor, *, chunk_size: int = 16) -
     Raises:
         UserInputError: see `check_frames`.
     """
-    errors = _mse_per_frame(reference, test, chunk_size)
-    values = tuple(_decibel(error) for error in errors)
-    mean = math.fsum(min(value, IDENTICAL_DB) for value in values) / len(values)
-    return MetricResult("psnr", values, mean, "dB", "higher", identical_frames=errors.count(0.0))
+    return psnr_result(_mse_of_clip(reference, test, chunk_size))
 
 
 def psnr_from_mean_mse(reference: torch.Tensor, test: torch.Tensor, *, chunk_size: int = 16) -> MetricResult:
@@ -38,17 +36,35 @@ def psnr_from_mean_mse(reference: torch.Tensor, test: torch.Tensor, *, chunk_siz
 
     Never above the mean of `psnr` (Jensen), equal when all frames have the same error. Identical clips give 100 dB.
     """
-    errors = _mse_per_frame(reference, test, chunk_size)
+    return psnr_from_mean_mse_result(_mse_of_clip(reference, test, chunk_size))
+
+
+def mse_per_frame(reference: torch.Tensor, test: torch.Tensor) -> list[float]:
+    """Return the mean squared error of each frame of two float64 chunks (n, 3, H, W)."""
+    return (reference - test).square().mean(dim=(1, 2, 3)).tolist()
+
+
+def psnr_result(errors: Sequence[float]) -> MetricResult:
+    """Turn the errors of a clip's frames into `psnr`."""
+    values = tuple(_decibel(error) for error in errors)
+    mean = math.fsum(min(value, IDENTICAL_DB) for value in values) / len(values)
+    return MetricResult("psnr", values, mean, "dB", "higher", identical_frames=list(errors).count(0.0))
+
+
+def psnr_from_mean_mse_result(errors: Sequence[float]) -> MetricResult:
+    """Turn the errors of a clip's frames into `psnr_from_mean_mse`."""
     value = min(_decibel(math.fsum(errors) / len(errors)), IDENTICAL_DB)
     per_frame = tuple(_decibel(error) for error in errors)
-    return MetricResult("psnr_from_mean_mse", per_frame, value, "dB", "higher", identical_frames=errors.count(0.0))
+    return MetricResult(
+        "psnr_from_mean_mse", per_frame, value, "dB", "higher", identical_frames=list(errors).count(0.0)
+    )
 
 
-def _mse_per_frame(reference: torch.Tensor, test: torch.Tensor, chunk_size: int) -> list[float]:
+def _mse_of_clip(reference: torch.Tensor, test: torch.Tensor, chunk_size: int) -> list[float]:
     check_frames(reference, test)
     errors: list[float] = []
     for chunk, other in frame_chunks(reference, test, chunk_size):
-        errors += (chunk - other.to(chunk.device)).square().mean(dim=(1, 2, 3)).tolist()
+        errors += mse_per_frame(chunk, other.to(chunk.device))
     return errors
 
 

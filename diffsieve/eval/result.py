@@ -38,6 +38,11 @@ class MetricResult:
                 f"{self.name}: mean and reason must be exclusive, got mean={self.mean!r}, reason={self.reason!r}"
             )
 
+    @classmethod
+    def missing(cls, name: str, reason: str, *, unit: str = "", direction: Direction = "higher") -> MetricResult:
+        """Return the result of a metric that did not run."""
+        return cls(name, (), None, unit, direction, reason=reason)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; an infinite per-frame value becomes `None`, because JSON has no infinity."""
         values = asdict(self)

@@ -12,8 +12,8 @@ from .result import MetricResult
 
 WINDOW_SIZE = 11
 _SIGMA = 1.5
-_C1 = 0.01**2
-_C2 = 0.03**2
+C1 = 0.01**2
+C2 = 0.03**2
 
 
 def ssim(reference: torch.Tensor, test: torch.Tensor, *, chunk_size: int = 16) -> MetricResult:
@@ -39,19 +39,28 @@ def ssim(reference: torch.Tensor, test: torch.Tensor, *, chunk_size: int = 16) -
         )
     values: list[float] = []
     for chunk, other in frame_chunks(reference, test, chunk_size):
-        values += _ssim_map(chunk, other.to(chunk.device)).mean(dim=(1, 2, 3)).tolist()
+        values += ssim_per_frame(chunk, other.to(chunk.device))
     return MetricResult("ssim", tuple(values), math.fsum(values) / len(values), "", "higher")
 
 
-def _ssim_map(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def ssim_per_frame(reference: torch.Tensor, test: torch.Tensor) -> list[float]:
+    """Return the SSIM of each frame of two float64 chunks (n, 3, H, W)."""
+    luminance, structure = similarity_maps(reference, test)
+    return (luminance * structure).mean(dim=(1, 2, 3)).tolist()
+
+
+def similarity_maps(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two factors of SSIM at every whole position, float64 (n, 3, H - 10, W - 10).
+
+    The luminance `(2 mx my + C1) / (mx^2 + my^2 + C1)` and contrast with structure `(2 cxy + C2) / (vx + vy + C2)`.
+    """
     mean_x, mean_y = _window_mean(x), _window_mean(y)
     # E[x^2] - E[x]^2 loses about 2e-16 here, against C2 = 9e-4: float64 makes the short form safe.
     variance_x = _window_mean(x * x) - mean_x * mean_x
     variance_y = _window_mean(y * y) - mean_y * mean_y
     covariance = _window_mean(x * y) - mean_x * mean_y
-    numerator = (2 * mean_x * mean_y + _C1) * (2 * covariance + _C2)
-    denominator = (mean_x * mean_x + mean_y * mean_y + _C1) * (variance_x + variance_y + _C2)
-    return numerator / denominator  # (T, 3, H - 10, W - 10)
+    luminance = (2 * mean_x * mean_y + C1) / (mean_x * mean_x + mean_y * mean_y + C1)
+    return luminance, (2 * covariance + C2) / (variance_x + variance_y + C2)
 
 
 def _window_mean(image: torch.Tensor) -> torch.Tensor:

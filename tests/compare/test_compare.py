@@ -47,7 +47,7 @@ def test_a_comparison_writes_what_it_says(pipe, small):
     report = compare(config, pipe=pipe, command=["diffsieve", "compare"])
     name = item_name(0, "a cat moves left", 0)
     raw = {"dense_frames.npz", "sparse_frames.npz"}
-    assert files_of(config.out) == {"report.json", "settings.json"} | parents(FILES | raw, name)
+    assert files_of(config.out) == {"report.html", "report.json", "settings.json"} | parents(FILES | raw, name)
     assert json.loads((config.out / "report.json").read_text(encoding="utf-8")) == report
 
     (clip,) = report["clips"]
@@ -129,7 +129,9 @@ def test_an_interrupted_run_keeps_what_is_complete_and_resumes(pipe, small, run)
 
     again = Interrupt(lambda p: False)
     report = compare(config, pipe=pipe, resume=True, progress=again)
-    assert files_of(config.out) == {"settings.json", "report.json"} | parents(FILES, first) | parents(FILES, second)
+    assert files_of(config.out) == {"settings.json", "report.html", "report.json"} | parents(FILES, first) | parents(
+        FILES, second
+    )
     assert {path: path.stat().st_mtime_ns for path in (config.out / first).iterdir()} == before
     generated = {(p.item, p.run) for p in again.seen if p.stage == "denoise"}
     assert generated == {(1, "sparse")} | ({(1, "dense")} if run == "dense" else set())
