@@ -1,5 +1,6 @@
 """Whole training runs at tiny size: stages, interruption, continuation, export and measurement."""
 
+import dataclasses
 import json
 import math
 import stat
@@ -11,7 +12,7 @@ from diffsieve.errors import DiffsieveError, UserInputError
 from diffsieve.pipelines.training.batches import FAST_MOTIONS, ClipSource
 from diffsieve.pipelines.training.captions import MOTIONS
 from diffsieve.pipelines.training.checkpoint import load_weights
-from diffsieve.pipelines.training.config import ClipSize
+from diffsieve.pipelines.training.config import ClipSize, TrainConfig
 from diffsieve.pipelines.training.run import load_trained, train_mini_wan
 from tests.shapes import shape_sprites
 from tests.tiny_training import LARGE, SIZE, tiny_settings, write_sprites
@@ -275,9 +276,15 @@ def test_missing_sprites_name_the_command(tmp_path):
 
 
 def test_other_precisions_are_refused(tmp_path, sprites_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    with pytest.raises((UserInputError, ValueError), match=r"mixed_precision|fp8"):
-        train_mini_wan(tmp_path, sprites_path, tiny_settings())
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    try:
+        with pytest.raises((UserInputError, ValueError), match="precision"):
+            train_mini_wan(tmp_path, sprites_path, tiny_settings())
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("stage", ["decoder", "dit"])
@@ -289,6 +296,34 @@ def test_samples_are_drawn_while_training(tmp_path, finished, sprites_path, stag
     sheets = sorted((tmp_path / stage / "samples").iterdir())
     assert [path.name for path in sheets] == ["0000001.png", "0000002.png"]
     assert min(Image.open(sheets[0]).size) > 100
+
+
+def test_mixed_precision_of_the_launcher_is_used(tmp_path, finished, sprites_path, monkeypatch):
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process has one precision
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    sampling = {"sample_every": 1e-9}
+    config = tiny_settings(2, decoder=sampling, dit=sampling)
+    try:
+        summary = train_mini_wan(tmp_path, sprites_path, config, stage="continue", start_from=finished[0])
+        assert AcceleratorState().mixed_precision == "bf16"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert summary["finished"]
+    assert len(list((tmp_path / "dit" / "samples").iterdir())) == 2
+
+
+def test_finishing_again_measures_with_other_settings(tmp_path, finished, sprites_path):
+    import shutil
+
+    shutil.copytree(finished[0], tmp_path / "run")
+    config = TrainConfig.load(None, ["evaluation.prompts=1", "evaluation.steps=1"])
+    small = dataclasses.replace(config.evaluation, size=tiny_settings().evaluation.size)
+    config = dataclasses.replace(config, evaluation=small)
+    summary = train_mini_wan(tmp_path / "run", sprites_path, config, stage="finish")
+    assert summary["quality"]["prompts"] == 1
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["evaluation"]["prompts"] == 2
 
 
 def test_a_share_of_fast_motion():

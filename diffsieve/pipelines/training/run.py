@@ -7,6 +7,7 @@ samples/), `start/` (weights that the run began with), `model/` (the exported pi
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -60,7 +61,8 @@ def train_mini_wan(
     Args:
         out: Folder of the run.
         sprites_path: File of `diffsieve data sprites`.
-        config: Settings; None = those of the run in `out` when it is resumed, else the defaults.
+        config: Settings; None = those of the run in `out` when it is resumed, else the defaults. "finish" takes those
+            of the run, with this evaluation.
         stage: A key of `PLANS`. "dit" exports and measures too, "vae" and "decoder" measure the autoencoder.
         max_seconds: Length of this leg, export and measurement included. The schedules of the stages that start in it
             are fitted to it: they share the time in the ratio of their `seconds`.
@@ -142,10 +144,13 @@ def _settings(out: Path, config: TrainConfig | None, plan: tuple[str, ...], resu
             raise UserInputError(f"out must not hold a run of {', '.join(used)} unless it is resumed, got {out}")
     elif saved is not None and config is not None and saved != config:
         raise UserInputError(f"settings must be left out or equal {out / SETTINGS_FILE} when a run is resumed")
-    if plan == ("finish",) and saved is None:
-        raise UserInputError(f"out must hold a trained run, got {out} without {SETTINGS_FILE}")
+    if plan == ("finish",):
+        if saved is None:
+            raise UserInputError(f"out must hold a trained run, got {out} without {SETTINGS_FILE}")
+        # the networks are there already: all that can change is how they are measured
+        return saved if config is None else dataclasses.replace(saved, evaluation=config.evaluation)
     if config is None:
-        config = saved if saved is not None and (resume or plan == ("finish",)) else TrainConfig()
+        return saved if saved is not None and resume else TrainConfig()
     return config
 
 
@@ -246,17 +251,12 @@ def load_trained(folder: Path, device: torch.device) -> WanPipeline:
     return pipe.to(device)
 
 
-def finish(out: Path, sprites: Sprites, config: TrainConfig, device: torch.device) -> dict[str, Any]:
-    """Export the averaged weights to `out/model`, measure them, write figures, contact sheet and model card.
-
-    Returns:
-        "quality" and "vae_quality".
-    """
+def export_run(out: Path, sprites: Sprites, config: TrainConfig, folder: Path) -> Path:
+    """Write the averaged weights of a run as a pipeline to `folder`; returns the folder of its autoencoder's stage."""
     from .captions import build_tokenizer
     from .dit_stage import load_networks
-    from .evaluate import assemble, evaluate_pipeline
-    from .export import describe, export_pipeline
-    from .sheets import contact_sheet
+    from .evaluate import assemble
+    from .export import export_pipeline
     from .start import NETWORKS_FOLDER
     from .vae_stage import load_vae
 
@@ -264,8 +264,22 @@ def finish(out: Path, sprites: Sprites, config: TrainConfig, device: torch.devic
     networks_folder = out / ("dit" if has_weights(out / "dit") else NETWORKS_FOLDER)
     vae = load_vae(config, vae_folder)
     networks = load_networks(config, networks_folder, len(build_tokenizer(sprites.names)))
-    size = export_pipeline(assemble(config.model, sprites, vae, *networks), out / "model")
+    size = export_pipeline(assemble(config.model, sprites, vae, *networks), folder)
     logger.info("exported %.1f MB", size / 1e6)
+    return vae_folder
+
+
+def finish(out: Path, sprites: Sprites, config: TrainConfig, device: torch.device) -> dict[str, Any]:
+    """Export the averaged weights to `out/model`, measure them, write figures, contact sheet and model card.
+
+    Returns:
+        "quality" and "vae_quality".
+    """
+    from .evaluate import evaluate_pipeline
+    from .export import describe
+    from .sheets import contact_sheet
+
+    vae_folder = export_run(out, sprites, config, out / "model")
     figures, clips, specs = evaluate_pipeline(load_trained(out / "model", device), sprites, config.evaluation)
     write_json(out / "quality.json", figures)
     sheet = contact_sheet(clips * 2 - 1, specs.captions()[: len(clips)])
