@@ -323,9 +323,7 @@ def _notes(runs: Sequence[dict[str, Any]]) -> list[str]:
     clips: list[dict[str, Any]] = [clip for run in runs for clip in run["clips"]]
     notes = []
     if any(clip["from_video"] for clip in clips):
-        notes.append(
-            "frames were read from video files: the encoder changed both clips, so values differ from those of raw frames"
-        )
+        notes.append("frames were read from video files: an encoder changed both clips, and with them the values")
     reasons = {
         f"{name} not computed: {result['reason']}"
         for clip in clips
