@@ -84,7 +84,7 @@ def llsa_attention(
     else:
         depth = resolve_levels(levels, length, block_size)
     if indices is None:
-        if not torch.compiler.is_compiling() and length >= block_size:
+        if length >= block_size:
             check_topk(topk, depth)
         wanted = [topk] * depth if isinstance(topk, int) else list(topk)[:depth]
         chosen = torch.ops.diffsieve.llsa_select(query.detach(), key.detach(), block_size, wanted, backend)
