@@ -52,7 +52,8 @@ def test_all_blocks_equal_dense_to_rounding(kind, preset):
     out = tiny.generate(pipe)
     summary = sparsity_summary(pipe)
     assert (summary.steps_dense, summary.density_overall, summary.token_density_overall) == (1, 1.0, 1.0)
-    assert 0 < _relative(out, dense) < 1e-5
+    assert summary.backend == "torch", "the sparse kernel must have run"
+    assert _relative(out, dense) < 1e-5
 
 
 @pytest.mark.parametrize("order", ["raster", "frame_hilbert", "hilbert", "hilbert_window", "norm_sort", "auto"])
