@@ -275,14 +275,21 @@ def _attention_backward_op(
     value: Tensor,
     block_index: Tensor,
     block_count: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
     block_size: int,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Backends other than "triton" share the torch one, whose gradients are exact to the accumulation dtype."""
+    inputs = (grad_out, grad_lse, query, key, value, block_index, block_count)
+    if choose_backend(query, key, block_size=block_size, backend=backend).name == "triton":
+        from .triton_backward import block_sparse_attention_triton_backward
+
+        return block_sparse_attention_triton_backward(*inputs, block_size=block_size, scale=scale, out=out, lse=lse)
     from .torch_backend import block_sparse_attention_torch_backward
 
-    return block_sparse_attention_torch_backward(
-        grad_out, grad_lse, query, key, value, block_index, block_count, block_size=block_size, scale=scale
-    )
+    return block_sparse_attention_torch_backward(*inputs, block_size=block_size, scale=scale)
 
 
 @_attention_backward_op.register_fake
@@ -294,20 +301,25 @@ def _(
     value: Tensor,
     block_index: Tensor,
     block_count: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
     block_size: int,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, block_index, block_count, ctx.block_size, ctx.scale, _, ctx.return_lse = inputs
-    ctx.save_for_backward(query, key, value, block_index, block_count)
+    query, key, value, block_index, block_count, ctx.block_size, ctx.scale, ctx.backend, ctx.return_lse = inputs
+    # Without a log-sum-exp to go with it the output is of no use to the backward: it computes both again.
+    out, lse = output if ctx.return_lse else (None, None)
+    ctx.save_for_backward(query, key, value, block_index, block_count, out, lse)
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     grads = torch.ops.diffsieve.block_sparse_attention_backward(
-        grad_out, grad_lse if ctx.return_lse else None, *ctx.saved_tensors, ctx.block_size, ctx.scale
+        grad_out, grad_lse if ctx.return_lse else None, *ctx.saved_tensors, ctx.block_size, ctx.scale, ctx.backend
     )
     return (*grads, None, None, None, None, None, None)
 

@@ -69,3 +69,47 @@ def select_tile(capability: tuple[int, int], padded_dim: int, block_size: int, e
     else:
         tile = _TILES_16_BIT["small", dim]
     return TileConfig(min(tile.block_m, block_size), min(tile.block_n, block_size), tile.num_warps, tile.num_stages)
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """How one program of a backward kernel is cut and scheduled.
+
+    Args:
+        block_m: queries per program (gradient of the queries) or per step (keys and values), a power of two, at most
+            the block size.
+        block_n: keys per step or per program, likewise.
+        num_warps: warps per program.
+        num_stages: depth of the software pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Kernel and padded head dimension -> tile for elements of 16 bits; they fit the shared memory of every GPU from sm_80.
+_BACKWARD_TILES_16_BIT = {
+    ("query", 32): BackwardTile(128, 64, 8, 2),
+    ("query", 64): BackwardTile(128, 64, 8, 2),
+    ("query", 128): BackwardTile(64, 64, 4, 1),
+    ("query", 256): BackwardTile(32, 32, 4, 1),
+    ("key", 32): BackwardTile(64, 128, 8, 2),
+    ("key", 64): BackwardTile(64, 128, 8, 2),
+    ("key", 128): BackwardTile(32, 64, 4, 1),
+    ("key", 256): BackwardTile(32, 32, 4, 1),
+}
+
+
+def select_backward_tile(kernel: str, padded_dim: int, block_size: int, element_size: int) -> BackwardTile:
+    """The tile of a backward kernel, capped by the block size.
+
+    Args:
+        kernel: "query" for the gradient of the queries, "key" for those of keys and values.
+        padded_dim, block_size, element_size: as in `select_tile`.
+    """
+    tile = _BACKWARD_TILES_16_BIT[kernel, max(32, padded_dim)]
+    if element_size == 4:
+        tile = BackwardTile(32, 32, 4, 1)
+    return BackwardTile(min(tile.block_m, block_size), min(tile.block_n, block_size), tile.num_warps, tile.num_stages)

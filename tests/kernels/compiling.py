@@ -1,0 +1,112 @@
+"""Compile kernels for GPUs that are not there, with exactly the arguments that the launch functions give them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+# Shared memory that one program may use, in bytes: CUDA programming guide, technical specifications per capability.
+SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024}
+
+_TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+_OPTIONS = ("num_warps", "num_stages")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compilers said of one kernel: shared memory, registers and spills in bytes, and its PTX."""
+
+    name: str
+    shared: int
+    registers: int
+    spills: int
+    ptx: str
+
+
+class _Recorder:
+    def __init__(self, kernel: Any, launches: list[tuple[Any, tuple, dict]]) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: self._launches.append((self._kernel, args, kwargs))
+
+
+def launches_of(modules: ModuleType | list[ModuleType], function: Callable[[], Any]) -> list[tuple[Any, tuple, dict]]:
+    """Run `function` on CPU tensors, the kernels of its module(s) replaced: (kernel, args, kwargs) by launch."""
+    launches: list[tuple[Any, tuple, dict]] = []
+    with ExitStack() as stack:
+        for module in modules if isinstance(modules, list) else [modules]:
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                stack.enter_context(mock.patch.object(module, name, _Recorder(getattr(module, name), launches)))
+        function()
+    return launches
+
+
+def compile_launch(kernel: Any, args: tuple, kwargs: dict, arch: int) -> Compiled:
+    """Compile one recorded launch for compute capability `arch` (90 for 9.0)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    values = dict(zip(kernel.arg_names, args, strict=False))
+    values |= {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    general = set(getattr(kernel, "do_not_specialize", ()))
+    constants: dict[Any, Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    constexprs = {p.name for p in kernel.params if p.is_constexpr}
+
+    def type_of(value: Any, path: tuple[int, ...], name: str) -> Any:
+        if name in constexprs or value is None:
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, tuple):
+            return tuple(type_of(part, (*path, i), name) for i, part in enumerate(value))
+        if isinstance(value, torch.Tensor):
+            attributes[path] = [["tt.divisibility", 16]]
+            return f"*{_TYPES[value.dtype]}"
+        if isinstance(value, float):
+            return "fp32"
+        if value == 1 and name not in general:
+            constants[path] = 1
+            return "constexpr"
+        if value % 16 == 0 and name not in general:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32"
+
+    signature = {name: type_of(values[name], (i,), name) for i, name in enumerate(kernel.arg_names)}
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers, spills = _resources(compiled.asm["ptx"])
+    return Compiled(kernel.__name__, compiled.metadata.shared, registers, spills, compiled.asm["ptx"])
+
+
+def _resources(ptx: str) -> tuple[int, int]:
+    """Registers per thread, and bytes of spill stores and loads, from the assembler's report."""
+    import triton
+
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    target = re.search(r"\.target (sm_\w+)", ptx)
+    assert target is not None
+    run = subprocess.run(
+        [str(ptxas), "-v", f"-arch={target[1]}", "-o", "/dev/null", "-"],
+        input=ptx, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if run.returncode != 0:
+        raise RuntimeError(run.stderr)
+    registers = re.search(r"Used (\d+) registers", run.stderr)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", run.stderr)
+    assert registers is not None, run.stderr
+    assert spills is not None, run.stderr
+    return int(registers[1]), int(spills[1]) + int(spills[2])
