@@ -1,0 +1,108 @@
+"""Tile sizes of the Triton kernels, explicit rows per head dimension, capped by block size and element size.
+
+All of them are starting points of the sweep in `benchmarks/llsa_gpu.py`, which times the alternatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """A query-major kernel: forward, or the gradient of the queries.
+
+    Args:
+        rows: queries per program, a power of two; between max(16, block) and block**2, as those share coarse tokens.
+        coarse_n: coarse keys per step, a power of two, at least 16.
+        fine_n: raw keys per step and group of queries, a power of two, at least 16.
+        num_warps: warps per program.
+        num_stages: depth of the software pipeline.
+    """
+
+    rows: int
+    coarse_n: int
+    fine_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """The key-major kernel: gradients of keys and values of one level.
+
+    Args:
+        rows: queries per step, a power of two, at least 16.
+        keys: keys per program at the coarsest level, a power of two, at least 16; elsewhere one block.
+        swap: queries, not keys, in the rows of the products; the better shape for tensor cores with small blocks.
+        num_warps: warps per program.
+        num_stages: depth of the software pipeline.
+    """
+
+    rows: int
+    keys: int
+    swap: bool
+    num_warps: int
+    num_stages: int
+
+
+# Padded head dimension -> tile, for elements of 16 bits.
+_FORWARD = {
+    32: QueryTile(64, 64, 32, 4, 3),
+    64: QueryTile(64, 64, 32, 4, 3),
+    128: QueryTile(64, 64, 16, 4, 2),
+    256: QueryTile(64, 32, 16, 8, 1),
+}
+_BACKWARD_QUERY = {
+    32: QueryTile(64, 64, 64, 4, 2),
+    64: QueryTile(64, 64, 32, 4, 2),
+    128: QueryTile(64, 32, 16, 4, 2),
+    256: QueryTile(32, 32, 16, 8, 1),
+}
+_BACKWARD_LISTS = {
+    32: KeyTile(64, 16, False, 4, 2),
+    64: KeyTile(64, 16, True, 4, 2),
+    128: KeyTile(64, 16, True, 4, 2),
+    256: KeyTile(32, 16, False, 8, 1),
+}
+_BACKWARD_COARSEST = {
+    32: KeyTile(64, 64, False, 4, 2),
+    64: KeyTile(64, 64, False, 4, 2),
+    128: KeyTile(32, 64, False, 8, 2),
+    256: KeyTile(32, 32, False, 8, 1),
+}
+
+
+def forward_tile(padded_dim: int, block_size: int, element_size: int) -> QueryTile:
+    """The tile of the forward kernel.
+
+    Args:
+        padded_dim: head dimension rounded up to a power of two, 16 to 256.
+        block_size: tokens per block, a power of two, 8 to 128.
+        element_size: bytes per element, 2 or 4.
+    """
+    return fit_query_tile(_FORWARD[max(32, padded_dim)], block_size, element_size)
+
+
+def backward_query_tile(padded_dim: int, block_size: int, element_size: int) -> QueryTile:
+    """The tile of the kernel for the gradient of the queries; arguments as for `forward_tile`."""
+    return fit_query_tile(_BACKWARD_QUERY[max(32, padded_dim)], block_size, element_size)
+
+
+def backward_key_tile(padded_dim: int, block_size: int, element_size: int, *, coarsest: bool) -> KeyTile:
+    """The tile of the key-major kernel at the coarsest level or elsewhere; other arguments as for `forward_tile`."""
+    # A large block is a tile of keys as at the coarsest level, but its size is given: more warps hold it.
+    large = block_size >= 64 and not coarsest
+    tile = (_BACKWARD_COARSEST if coarsest or large else _BACKWARD_LISTS)[max(32, padded_dim)]
+    if large:
+        tile = replace(tile, num_warps=8)
+    if element_size == 4:
+        tile = replace(tile, rows=min(tile.rows, 32), keys=min(tile.keys, 32), swap=False, num_stages=1)
+    return tile
+
+
+def fit_query_tile(tile: QueryTile, block_size: int, element_size: int) -> QueryTile:
+    """Bring `rows` into the range that the block size allows; fp32 has no tensor cores and twice the bytes."""
+    if element_size == 4:
+        tile = replace(tile, coarse_n=min(tile.coarse_n, 32), fine_n=16, rows=min(tile.rows, 32), num_stages=1)
+    return replace(tile, rows=min(max(tile.rows, block_size, 16), block_size**2))

@@ -1,0 +1,164 @@
+"""Not a test file: run by test_llsa_triton.py in a process of its own, under the Triton interpreter.
+
+TRITON_INTERPRET is read when a kernel is defined, so it must be set before anything imports Triton, and must not leak
+into other tests. Writes one JSON object to stdout: what each test asserts on.
+"""
+
+import json
+import os
+import sys
+import warnings
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from diffsieve.kernels import testing
+from diffsieve.kernels.llsa import llsa_attention, pyramid
+from diffsieve.kernels.llsa.levels import kept_per_level, level_lengths
+from diffsieve.kernels.llsa.reference import hierarchical_topk_reference
+from diffsieve.kernels.llsa.triton_backend import (
+    enriched_attention_bwd_triton,
+    enriched_attention_fwd_triton,
+    hierarchical_topk_triton,
+    pyramid_triton,
+)
+from tests.kernels.llsa_triton_cases import CASES, measure
+
+
+def pyramid_errors() -> dict[str, float]:
+    """Largest error of a level relative to the exact mean over raw tokens, per length; NaN beyond the length."""
+    generator = torch.Generator().manual_seed(testing.SEED)
+    errors = {}
+    for length in (1, 8, 63, 65, 530):
+        longer = torch.full((2, 1, length + 9, 20), float("nan"))
+        longer[:, :, :length] = torch.randn(2, 1, length, 20, generator=generator)
+        x = longer[:, :, :length]
+        with testing.poisoned_memory():
+            ours = pyramid_triton(x, 8, 4)
+        exact = pyramid(x.double(), block_size=8, levels=4)
+        errors[str(length)] = max(testing.error_ratio(a, b) for a, b in zip(ours, exact, strict=True))
+    return errors
+
+
+def selection_is_exact() -> dict[str, bool]:
+    """Small integers: every score is exact and many are equal, so that the lists must be those of the reference."""
+    generator = torch.Generator().manual_seed(testing.SEED)
+    same = {}
+    for length, block, topk, levels in [
+        (7, 8, 3, 1),
+        (130, 8, 6, 1),
+        (520, 8, 3, 3),
+        (300, 16, 40, 2),
+        (300, 32, 1, 2),
+    ]:
+        lengths = level_lengths(length, block, levels)
+        kept = kept_per_level(topk, lengths, block)
+        q, k = (
+            [torch.randint(-2, 3, (1, heads, n, 16), generator=generator).float() for n in lengths] for heads in (4, 2)
+        )
+        with testing.poisoned_memory():
+            ours = hierarchical_topk_triton(q, k, kept, block)
+        expected = hierarchical_topk_reference(q, k, topk=kept, block_size=block)
+        same[f"{length}-b{block}-k{topk}-M{levels}"] = all(map(torch.equal, ours, expected))
+    return same
+
+
+def not_a_number() -> dict[str, bool]:
+    """NaN and infinity in the inputs: lists stay in range, and what comes out is NaN where it must be."""
+    generator = torch.Generator().manual_seed(testing.SEED)
+    q, k, v = (torch.randn(1, 1, 100, 16, generator=generator) for _ in range(3))
+    q[0, 0, 3, 5] = float("nan")
+    k[0, 0, 50, 2] = float("inf")
+    pyramids = [pyramid_triton(x, 8, 2) for x in (q, k, v)]
+    lists = hierarchical_topk_triton(*pyramids[:2], 3, 8)
+    out, _ = enriched_attention_fwd_triton(
+        q, *pyramids[1:], lists, block_size=8, scale=0.25, enrich=True, disjoint=False
+    )
+    in_range = [bool(((i >= -1) & (i < n)).all()) for i, n in zip(lists, level_lengths(100, 8, 2)[1:], strict=True)]
+    return {"in range": all(in_range), "reported": bool(out[0, 0, 3].isnan().all())}
+
+
+def out_of_range() -> dict[str, bool]:
+    """Lists with entries that do not exist: nothing outside the tensors may be read, so nothing may be NaN."""
+    generator = torch.Generator().manual_seed(testing.SEED)
+    q, k, v = (torch.randn(1, 1, 100, 16, generator=generator) for _ in range(3))
+    pyramids = [pyramid_triton(x, 8, 2) for x in (k, v)]
+    entries = [[-7, 0, 500], [2**31 - 1, 13, -1], [2**28, 2**29, 1]]
+    options = {"block_size": 8, "scale": 0.25, "enrich": True, "disjoint": False}
+    finite = {}
+    for row in entries:
+        lists = [torch.tensor(row, dtype=torch.int32).expand(1, 1, n, 3) for n in level_lengths(100, 8, 2)[1:]]
+        out, lse = enriched_attention_fwd_triton(q, *pyramids, lists, **options)
+        finite[str(row)] = bool(out.isfinite().all() and lse.isfinite().all())
+    return finite
+
+
+def limits() -> dict[str, float]:
+    """Errors of identities: all kept without overlap is dense; gradients through the log-sum-exp and by level."""
+    generator = torch.Generator().manual_seed(testing.SEED)
+    q, k, v = (torch.randn(1, 1, 83, 16, generator=generator) for _ in range(3))
+    dense = scaled_dot_product_attention(q.double(), k.double(), v.double())
+    errors = {}
+    for levels in (1, 2):
+        out = llsa_attention(q, k, v, block_size=8, topk=99, levels=levels, disjoint=True, backend="triton")
+        errors[f"dense M{levels}"] = testing.error_ratio(out, dense)
+
+    grads = []
+    for dtype, backend in ((torch.float32, "triton"), (torch.float64, "reference")):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out, lse = llsa_attention(*leaves, block_size=8, topk=2, levels=2, return_lse=True, backend=backend)
+        grads.append(torch.autograd.grad(out.square().sum() + lse.sin().sum(), leaves))
+    for name, ours, exact in zip(("dq", "dk", "dv"), *grads, strict=True):
+        errors[f"through lse {name}"] = testing.error_ratio(ours, exact)
+
+    # Gradients level by level, folded here, are those that the kernels fold.
+    from diffsieve.kernels.llsa.pyramid import fold_pyramid
+
+    keys, values = (pyramid_triton(x, 8, 2) for x in (k, v))
+    lists = hierarchical_topk_triton(pyramid_triton(q, 8, 2), keys, 2, 8)
+    options = {"block_size": 8, "scale": 0.25, "enrich": True, "disjoint": False}
+    out, lse = enriched_attention_fwd_triton(q, keys, values, lists, **options)
+    inputs = (out, None, q, keys, values, out, lse, lists)
+    apart = enriched_attention_bwd_triton(*inputs, **options)
+    merged = enriched_attention_bwd_triton(*inputs, merge=True, **options)
+    for name, levels_apart, one in zip(("dk", "dv"), apart[1:], merged[1:], strict=True):
+        errors[f"levels apart {name}"] = testing.error_ratio(
+            one[0], fold_pyramid([x.double() for x in levels_apart], length=83, block_size=8)
+        )
+    return errors
+
+
+def long_lists() -> dict[str, float]:
+    """One block that every query keeps, with lists cut into many parts: errors of the gradients."""
+    from diffsieve.kernels.llsa import triton_backend
+    from diffsieve.kernels.llsa.reference import enriched_attention_backward_reference
+
+    generator = torch.Generator().manual_seed(testing.SEED)
+    q, k, v, g = (torch.randn(1, 1, 203, 16, generator=generator) for _ in range(4))
+    lengths = level_lengths(203, 8, 2)
+    lists = [torch.tensor([0, 1], dtype=torch.int32).expand(1, 1, n, 2).contiguous() for n in lengths[1:]]
+    lists[0][..., 1] = torch.arange(lengths[1]).clamp(min=1)
+    options = {"block_size": 8, "scale": 0.25, "enrich": True, "disjoint": False}
+    keys, values = (pyramid_triton(x, 8, 2) for x in (k, v))
+    out, lse = enriched_attention_fwd_triton(q, keys, values, lists, **options)
+    triton_backend._LIST_ROWS = 24
+    ours = enriched_attention_bwd_triton(g, None, q, keys, values, out, lse, lists, merge=True, **options)
+    exact_levels = [pyramid(x.double(), block_size=8, levels=2) for x in (k, v)]
+    exact = enriched_attention_backward_reference(g.double(), None, q.double(), *exact_levels, lists, **options)
+    pairs = zip(("dq", "dk", "dv"), (ours[0], ours[1][0], ours[2][0]), exact, strict=True)
+    return {name: testing.error_ratio(a, b) for name, a, b in pairs}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    # fp16 costs the interpreter as much as fp32: the short cases have it, all the gains among them.
+    halves = [case for case in CASES if case.length < 70]
+    report = {f"{case}-fp32": measure(case, torch.float32) for case in CASES}
+    report |= {f"{case}-fp16": measure(case, torch.float16) for case in halves}
+    json.dump({
+        "cases": report, "pyramid": pyramid_errors(), "selection": selection_is_exact(), "nan": not_a_number(),
+        "out_of_range": out_of_range(), "limits": limits(), "long_lists": long_lists(),
+    }, sys.stdout)  # fmt: skip

@@ -1,0 +1,62 @@
+"""Problems of LLSA that are small enough for the Triton interpreter, and what the tests measure on each."""
+
+from dataclasses import replace
+
+import torch
+
+from diffsieve.kernels import testing
+from tests.kernels import llsa_cases
+from tests.kernels.llsa_cases import LLSACase
+
+BASE = LLSACase(heads=1, kv_heads=1, length=100, dim=16, block_size=8)
+CASES = [
+    BASE,
+    replace(BASE, length=1),
+    replace(BASE, length=7),  # less than one block: dense
+    replace(BASE, length=17, block_size=16, topk=8),
+    # 1, 2, 15, 63 and 65 tokens at the coarsest level; lists of 1, 5, 6, 7 and all.
+    replace(BASE, length=8),
+    replace(BASE, length=13),
+    replace(BASE, length=117, topk=20),
+    replace(BASE, length=502, topk=5),
+    replace(BASE, length=515, topk=1),
+    replace(BASE, batch=2, heads=4, kv_heads=2, length=67, levels=2, topk=6),
+    replace(BASE, length=203, levels=3),
+    replace(BASE, length=520, topk=1, levels=4),
+    replace(BASE, length=150, block_size=16, levels=2, topk=7),
+    replace(BASE, length=100, block_size=32, dim=96, topk=2),
+    replace(BASE, heads=2, kv_heads=1, length=80, block_size=64, dim=128, topk=1),
+    replace(BASE, length=150, block_size=128, dim=20, topk=1),
+    replace(BASE, length=20, dim=256),
+    replace(BASE, length=97, levels=2, enrich=False),
+    replace(BASE, length=60, disjoint=True),
+    replace(BASE, length=203, levels=3, disjoint=True),
+    replace(BASE, length=67, levels=2, layout="blhd"),
+    replace(BASE, heads=2, kv_heads=2, length=67, layout="fused_qkv"),
+    replace(BASE, length=67, levels=2, layout="padded"),
+    *(replace(BASE, gain=gain, dim=dim, length=33) for gain in (4.0, 16.0) for dim in (32, 128)),
+]
+
+
+def measure(case: LLSACase, dtype: torch.dtype, device: str = "cpu") -> dict[str, dict[str, float]]:
+    """Errors of output, log-sum-exp and gradients on the keys that the kernels chose, and the bound of each.
+
+    The bound is twice the error of PyTorch's attention over the same tokens in the same dtype, plus rounding.
+    """
+    inputs = llsa_cases.make_inputs(case, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(testing.SEED)
+    grad_out = torch.randn(inputs[0].shape, generator=generator, device=device).to(dtype)
+    with testing.poisoned_memory():
+        indices = llsa_cases.choose_keys(case, inputs[0], inputs[1], "triton")
+        ours = llsa_cases.solve(case, inputs, indices, grad_out, "triton")
+    exact = llsa_cases.exact(case, inputs, indices, grad_out)
+    eager = llsa_cases.dense_low_precision(case, inputs, indices, grad_out)
+    single = llsa_cases.exact(case, tuple(x.detach().float() for x in inputs), indices, grad_out)
+    errors = {name: testing.error_ratio(ours[name], exact[name]) for name in eager}
+    bounds = {name: testing.error_bound(eager[name], exact[name]) for name in eager}
+    errors["lse"] = testing.lse_error(ours["lse"], exact["lse"])
+    # Pooled keys are rounded to the dtype, which moves their logits by at most half a unit of |q| |k| / sqrt(D).
+    longest = [x.detach().double().norm(dim=-1).max().item() for x in inputs[:2]]
+    pooled = longest[0] * longest[1] * case.dim**-0.5 * torch.finfo(dtype).eps / 2
+    bounds["lse"] = testing.lse_bound(single["lse"], exact["lse"]) + (pooled if dtype != torch.float32 else 0.0)
+    return {"errors": errors, "bounds": bounds}

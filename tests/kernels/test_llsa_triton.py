@@ -1,0 +1,161 @@
+"""The Triton kernels of LLSA without a GPU: results under the interpreter, and that they compile for the GPUs meant."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffsieve.kernels.llsa.tiles import backward_key_tile, backward_query_tile, forward_tile
+from tests.kernels.compiling import SHARED_MEMORY, compile_launch, launches_of
+from tests.kernels.llsa_triton_cases import CASES, measure
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
+)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tests/kernels/interpreted_llsa.py")],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def _assert_within(result: dict[str, dict[str, float]]) -> None:
+    errors, bounds = result["errors"], result["bounds"]
+    assert {name: errors[name] for name in bounds if not errors[name] <= bounds[name]} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_interpreted_errors_are_at_most_twice_those_of_dense_attention(interpreted, case):
+    results = [interpreted["cases"][name] for name in (f"{case}-fp32", f"{case}-fp16") if name in interpreted["cases"]]
+    assert results
+    for result in results:
+        _assert_within(result)
+
+
+@pytest.mark.slow
+def test_interpreted_levels_are_means_over_raw_tokens(interpreted):
+    assert max(interpreted["pyramid"].values()) < 5e-7
+
+
+@pytest.mark.slow
+def test_interpreted_lists_equal_those_of_the_reference_ties_included(interpreted):
+    assert all(interpreted["selection"].values()), interpreted["selection"]
+
+
+@pytest.mark.slow
+def test_interpreted_nan_is_reported_and_lists_stay_in_range(interpreted):
+    assert interpreted["nan"] == {"in range": True, "reported": True}
+
+
+@pytest.mark.slow
+def test_interpreted_lists_out_of_range_read_nothing_outside(interpreted):
+    assert all(interpreted["out_of_range"].values()), interpreted["out_of_range"]
+
+
+@pytest.mark.slow
+def test_interpreted_identities_hold(interpreted):
+    # Some tens of fp32 roundings in sums of at most 83 terms.
+    assert max(interpreted["limits"].values()) < 2e-6, interpreted["limits"]
+
+
+@pytest.mark.slow
+def test_interpreted_lists_cut_into_parts_add_up(interpreted):
+    assert max(interpreted["long_lists"].values()) < 2e-6, interpreted["long_lists"]
+
+
+def _launches(dtype: torch.dtype, dim: int, block_size: int, levels: int):
+    """All launches of a forward and backward, arguments and all, without running a kernel."""
+    from diffsieve.kernels.llsa import triton_backend
+    from diffsieve.kernels.llsa.levels import level_lengths
+
+    length = 2 * block_size**levels
+    q, k, v = (torch.zeros(1, 2, length, dim, dtype=dtype) for _ in range(3))
+
+    def run() -> None:
+        pyramids = [triton_backend.pyramid_triton(x, block_size, levels) for x in (q, k, v)]
+        triton_backend.hierarchical_topk_triton(*pyramids[:2], 8, block_size)
+        lists = [
+            torch.zeros(1, 2, n, 8, dtype=torch.int32) for n in level_lengths(length, block_size, levels)[1:]
+        ]  # fmt: skip
+        options = {"block_size": block_size, "scale": 0.1, "enrich": True, "disjoint": False}
+        out, lse = triton_backend.enriched_attention_fwd_triton(q, *pyramids[1:], lists, **options)
+        triton_backend.enriched_attention_bwd_triton(
+            out, None, q, *pyramids[1:], out, lse, lists, merge=True, **options
+        )  # fmt: skip
+
+    return launches_of(triton_backend, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "dtype", "dim", "block_size", "levels"),
+    [(90, torch.bfloat16, 64, 16, 2), (80, torch.float16, 64, 16, 1), (90, torch.bfloat16, 128, 64, 1)],
+    ids=["sm90-D64-b16-M2", "sm80-D64-b16-M1", "sm90-D128-b64-M1"],
+)
+def test_compiles_without_a_gpu(arch, dtype, dim, block_size, levels):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("TRITON_INTERPRET=1 replaces the compiler")
+    names = set()
+    for kernel, args, kwargs in _launches(dtype, dim, block_size, levels):
+        compiled = compile_launch(kernel, args, kwargs, arch)
+        names.add(compiled.name)
+        assert compiled.shared <= SHARED_MEMORY[arch], compiled.name
+        # The scalars of a program may spill; a spilled tile would be kilobytes.
+        assert compiled.spills <= 256, f"{compiled.name}: {compiled.spills} bytes of spills"
+        if arch == 90 and compiled.name.startswith("enriched") and "reduce" not in compiled.name:
+            assert "wgmma.mma_async" in compiled.ptx, compiled.name
+    assert len(names) == 6 if levels > 1 else len(names) >= 5
+
+
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
+def test_every_tile_fits_its_block(block_size, element_size):
+    for dim in (16, 32, 64, 128, 256):
+        for tile in (forward_tile(dim, block_size, element_size), backward_query_tile(dim, block_size, element_size)):
+            # Whole units of 16 rows or one block, all under the same parent.
+            assert tile.rows % max(16, block_size) == 0
+            assert block_size**2 % tile.rows == 0
+            assert min(tile.coarse_n, tile.fine_n) >= 16
+        for coarsest in (False, True):
+            key_tile = backward_key_tile(dim, block_size, element_size, coarsest=coarsest)
+            assert min(key_tile.rows, key_tile.keys) >= 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(replace(CASES[0], length=n, dim=64, block_size=16, topk=8, levels=2) for n in (1000, 4111))],
+    ids=str,
+)
+def test_errors_on_a_gpu(case, dtype):
+    _assert_within(measure(case, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], "cuda"))
+
+
+@pytest.mark.gpu
+def test_gradients_are_bitwise_repeatable_on_a_gpu():
+    from diffsieve.kernels.llsa import llsa_attention
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    leaves = [
+        torch.randn(1, 4, 16_384, 64, generator=generator, device="cuda").bfloat16().requires_grad_() for _ in range(3)
+    ]
+    runs = []
+    for _ in range(2):
+        out = llsa_attention(*leaves, levels=2, backend="triton")
+        runs.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+    assert all(map(torch.equal, *runs))
