@@ -157,7 +157,6 @@ def _stream_array(file: IO[bytes], path: Path) -> Iterator[torch.Tensor]:
             raise UserInputError(f"{path} is incomplete: it ends in frame {index} of {shape[0]}")
         frame = torch.from_numpy(np.frombuffer(data, dtype=dtype).reshape(shape[1:]))
         yield frame.permute(2, 0, 1) if channels_last else frame
-    file.read(1)  # an archive checks its checksum at the end
 
 
 def _video_frames(path: Path) -> Iterator[torch.Tensor]:

@@ -1,5 +1,7 @@
 """Clips from every kind of source, in order, and damaged ones named."""
 
+import zipfile
+
 import numpy as np
 import pytest
 import torch
@@ -89,7 +91,7 @@ def cut(path, share: float) -> None:
     path.write_bytes(data[: int(len(data) * share)])
 
 
-@pytest.mark.parametrize("kind", ["npz", "npy", "png", "mp4", "mp4-cut", "npz-flipped"])
+@pytest.mark.parametrize("kind", ["npz", "npy", "png", "mp4", "mp4-cut", "npz-flipped", "npz-checksum"])
 def test_a_damaged_file_is_named(kind, clip, tmp_path):
     path = source = tmp_path / f"broken.{kind[:3]}"
     if kind == "npz":
@@ -100,6 +102,11 @@ def test_a_damaged_file_is_named(kind, clip, tmp_path):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 0xFF  # the array has the right length: only the archive's checksum tells
         path.write_bytes(data)
+    elif kind == "npz-checksum":
+        np.savez_compressed(path, clip.numpy())
+        with zipfile.ZipFile(path) as archive:
+            checksum = archive.infolist()[0].CRC
+        path.write_bytes(path.read_bytes().replace(checksum.to_bytes(4, "little"), bytes(4)))
     elif kind == "npy":
         np.save(path, clip.numpy())
         cut(path, 0.7)
