@@ -232,7 +232,7 @@ def test_the_schedules_are_fitted_to_the_leg(tmp_path, finished, sprites_path):
     entries = []
     summary = train_mini_wan(tmp_path, sprites_path, config, report=entries.append, **arguments)
     assert summary["finished"]
-    # a quarter of 8 seconds for the decoder, less its set-up, and what is left for the transformer
+    # a quarter for the decoder, after its set-up, and what is left for the transformer
     assert 0.3 < summary["decoder"]["seconds"] < 2.7
     assert summary["decoder"]["seconds"] + summary["dit"]["seconds"] < 8.6
     assert entries[-1].progress == 1.0

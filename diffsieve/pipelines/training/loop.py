@@ -47,15 +47,16 @@ class Leg:
     """One call of the training.
 
     Args:
-        deadline: Time of `clock` at which the stage must stop; None = no limit.
-        fit: Let the schedule of a stage that starts now end at the deadline; else the stage pauses there.
+        deadline: Time of `clock` at which the leg must stop; None = no limit.
+        share: Part of the time left after its first step that a stage which starts now fits its schedule to; None = it
+            keeps its schedule and pauses at the deadline.
         resume: Go on from the folder's checkpoint if there is one; else start anew.
         report: Gets every log entry (main process only).
         copy_to: Folder that gets the averaged weights after every save (main process only).
     """
 
     deadline: float | None = None
-    fit: bool = True
+    share: float | None = 1.0
     resume: bool = False
     report: Callable[[LogEntry], None] | None = None
     copy_to: Path | None = None
@@ -181,8 +182,8 @@ def run_stage(
             _wait(device)
             started = last_save = last_sample = clips_since = clock(accelerator)
             clips = 0
-            if fresh and leg.fit and leg.deadline is not None and config.steps is None:
-                length = leg.deadline - started
+            if fresh and leg.share is not None and leg.deadline is not None and config.steps is None:
+                length = (leg.deadline - started) * leg.share
                 if length <= 0:
                     raise UserInputError(f"max_seconds must leave time for {name} after its set-up, got {length:.0f} s")
                 logger.info("%s: first step done, %.0f s for the rest", name, length)

@@ -20,7 +20,7 @@ import torch
 
 from ...errors import DiffsieveError, UserInputError
 from .checkpoint import STATE_FILE, copy_file, has_weights, write_atomically, write_json
-from .config import StageConfig, TrainConfig
+from .config import TrainConfig
 from .history import SETTINGS_FILE, START_FILE, read_settings, run_legs
 from .loop import Leg, LogEntry, StageResult, clock
 from .sprites import Sprites, load_sprites
@@ -91,7 +91,10 @@ def train_mini_wan(
     plan = PLANS[stage]
     config = _settings(out, config, plan, resume)
     accelerator = _accelerator()
-    leg_start = clock(accelerator)
+    deadline = None
+    if max_seconds is not None:
+        reserve = config.reserve_seconds if "finish" in plan and not pause else 0.0
+        deadline = clock(accelerator) + max_seconds - reserve
     if accelerator.is_main_process:
         if start_from is not None and not (resume and (out / START_FILE).is_file()):
             from .start import take_over
@@ -112,13 +115,7 @@ def train_mini_wan(
                 if accelerator.is_main_process:
                     summary.update(finish(out, sprites, config, accelerator.device))
             else:
-                deadline = None
-                if max_seconds is not None:
-                    later = [] if pause else [part for part in plan[i + 1 :] if part != "finish"]
-                    reserve = config.reserve_seconds if "finish" in plan and not pause else 0.0
-                    left = leg_start + max_seconds - reserve - clock(accelerator)
-                    deadline = clock(accelerator) + left * _share(config, name, later)
-                leg = Leg(deadline, not pause, resume, report, copy_to)
+                leg = Leg(deadline, None if pause else _share(config, plan[i:]), resume, report, copy_to)
                 result = _train(name, out, sprites, config, accelerator, leg)
                 summary[name] = {"step": result.step, "seconds": result.seconds, "finished": result.finished}
                 if result.finished and name != "dit" and accelerator.is_main_process:
@@ -198,10 +195,10 @@ def _fast_arithmetic(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before[1])
 
 
-def _share(config: TrainConfig, name: str, later: list[str]) -> float:
-    lengths = {part: getattr(config, part) for part in (name, *later)}
-    seconds = {part: stage.seconds for part, stage in lengths.items() if isinstance(stage, StageConfig)}
-    return seconds[name] / sum(seconds.values())
+def _share(config: TrainConfig, parts: tuple[str, ...]) -> float:
+    """Share of the first of the parts in the time of all of them."""
+    seconds = [getattr(config, part).seconds for part in parts if part != "finish"]
+    return float(seconds[0] / sum(seconds))
 
 
 def _train(
