@@ -49,7 +49,20 @@ def test_compare_prints_a_table_and_where_the_files_lie(model, tmp_path, capsys)
     words = arguments("compare", model, out, "--prompt", "a cat", "--prompt", "a dog")
     assert run_main(words) == 0
     output = capsys.readouterr()
-    for word in ("PSNR", "SSIM", "density", "steps", "seconds", "speed-up", "a cat", "a dog", "1/3", "mean (2)"):
+    for word in (
+        "PSNR",
+        "SSIM",
+        "LPIPS",
+        "LPIPS not computed: ",
+        "density",
+        "steps",
+        "seconds",
+        "speed-up",
+        "a cat",
+        "a dog",
+        "1/3",
+        "mean (2)",
+    ):
         assert word in output.out, word
     listed = [line.strip() for line in output.out.splitlines() if line.startswith("  0") or "report.json" in line]
     assert len(listed) == 11

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import imageio_ffmpeg
 import numpy as np
@@ -65,6 +66,15 @@ def test_a_comparison_writes_what_it_says(pipe, small):
     assert clip["sparsity"]["orders"]
     assert len(clip["seconds"]["dense"]["steps"]) == len(clip["seconds"]["sparse"]["steps"]) == 4
     assert clip["notes"] == report["notes"] == []
+    # 16 x 32 pixels are too few for both, with or without weights.
+    for metric in ("ms_ssim", "lpips[alex]"):
+        assert clip["metrics"][metric]["mean"] is None
+        assert clip["metrics"][metric]["reason"]
+    page = (config.out / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|<script|<link", page)
+    assert page.count("<video") == 1
+    assert page.count("<img") == 2
+    assert f"{clip['metrics']['psnr']['mean']:.2f}" in page
     assert report["summary"]["psnr"] == {"mean": clip["metrics"]["psnr"]["mean"], "std": None, "n": 1}
     assert report["settings"]["attention"]["block_size"] == 5
     assert report["environment"]["versions"]["torch"] == torch.__version__

@@ -61,7 +61,7 @@ def test_a_process_killed_while_it_writes_a_clip_leaves_no_clip(tmp_path):
     )
     target = tmp_path / "clip.mp4"
     process = subprocess.Popen([sys.executable, "-c", code, str(target)])
-    part = tmp_path / ".clip.mp4.part"
+    part = tmp_path / ".clip.mp4.diffsieve-part"
     deadline = time.monotonic() + 120
     while not part.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)

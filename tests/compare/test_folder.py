@@ -97,7 +97,7 @@ def test_clearing_removes_only_files_of_the_run(tmp_path):
     for folder in (ours, both):
         folder.mkdir()
         (folder / "dense.mp4").write_text("")
-        (folder / ".sparse.mp4.part").write_text("")
+        (folder / ".sparse.mp4.diffsieve-part").write_text("")
     (both / "notes.txt").write_text("mine")
     (tmp_path / "mine.txt").write_text("mine")
     folders.clear(tmp_path, earlier, ["dense.mp4"])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from diffsieve.compare import canvas
 from diffsieve.compare.canvas import colour_scale, fit_text, text_size
 from diffsieve.compare.mask_picture import _KEPT, _SKIPPED, mask_picture
 from diffsieve.compare.pictures import difference_picture, side_by_side
@@ -110,3 +111,17 @@ def test_long_text_is_cut_to_its_room():
     assert short.endswith("...")
     assert text_size(short, 18)[0] <= 300
     assert fit_text("short", 18, 300) == "short"
+
+
+def test_long_text_is_measured_a_few_times_only(monkeypatch):
+    calls = []
+
+    def counting(text, size):
+        calls.append(text)
+        return text_size(text, size)
+
+    monkeypatch.setattr(canvas, "text_size", counting)
+    text = "a cat moves " * 1_000
+    short = fit_text(text, 18, 300)
+    assert text_size(short, 18)[0] <= 300 < text_size(text[: len(short) + 2] + "...", 18)[0]
+    assert len(calls) < 20

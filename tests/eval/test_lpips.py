@@ -5,6 +5,8 @@ Random backbones show that every step is computed as in the package; only the kn
 
 import hashlib
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -157,6 +159,18 @@ def test_heads_come_from_the_package_without_importing_it(net, tmp_path):
     assert [tuple(head.shape) for head in heads] == [(1, c, 1, 1) for c in nets.CHANNELS[net]]
     assert all(torch.equal(head, expected[f"lin{i}.model.1.weight"]) for i, head in enumerate(heads))
     assert all((head >= 0).all() for head in heads)
+
+
+def test_nothing_of_the_package_is_imported(tmp_path):
+    save_file(random_backbone("alex"), tmp_path / "a.safetensors")
+    code = (
+        "import sys; from diffsieve.eval import load_lpips; load_lpips('alex', weights=sys.argv[1]); "
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.safetensors")], capture_output=True, text=True, check=True
+    )
+    assert not set(done.stdout.split()) & {"lpips", "torchvision", "timm", "diffusers", "imageio_ffmpeg"}
 
 
 class Hostile:
