@@ -1,5 +1,6 @@
 """LLSAProcessor inside real Wan pipelines: what it computes, training, installing and removing, the summary."""
 
+import copy
 import json
 import logging
 
@@ -89,6 +90,8 @@ def test_pipelines_run_and_removal_restores_every_bit(build):
     assert torch.equal(tiny.generate(pipe, steps=2), sparse)
     remove_sparse_attention(pipe)
     assert all(a is b for a, b in zip(pipe.transformer.attn_processors.values(), processors, strict=True))
+    assert not pipe.transformer._forward_pre_hooks
+    assert "_diffsieve_controller" not in pipe.transformer.__dict__
     assert torch.equal(tiny.generate(pipe, steps=2), dense)
 
 
@@ -207,6 +210,18 @@ def test_what_needs_blocks_of_ba_att_says_so():
         recorded_masks(pipe)
     with pytest.raises(UserInputError, match="not applied"):
         save_orders(pipe, "never-written.json")
+
+
+def test_a_deep_copy_follows_its_own_grid():
+    model = tiny.transformer(layers=2)
+    apply_sparse_attention(model, LLSAConfig(block_size=4, topk=1))
+    other_grid = torch.randn(1, 16, 3, 4, 16, generator=torch.Generator().manual_seed(1))
+    copied = copy.deepcopy(model)
+    before = forward(model)
+    expected = forward(model, other_grid)
+    assert not torch.equal(expected, forward(tiny.transformer(layers=2), other_grid))
+    assert torch.equal(forward(model), before)
+    assert torch.equal(forward(copied, other_grid), expected)
 
 
 def test_a_processor_on_the_transformer_directly_explains_itself():
