@@ -40,7 +40,6 @@ def held_out_prompts(count: int) -> list[str]:
     names = tuple(load_subjects())
     triples = held_out_table(names).nonzero().tolist()
     picked = [triples[(2 * i + 1) * len(triples) // (2 * count)] for i in range(count)]
-    # Neighbouring triples share a subject; the spread alone would favour few motions, so that is printed, not hidden.
     return [caption_of(names[s], MOTIONS[m], COLOURS[c]) for s, m, c in picked]
 
 

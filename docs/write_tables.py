@@ -3,13 +3,16 @@
 A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. A test checks that the pages are up to date.
 """
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from diffsieve.processors import supported_models
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/supported-models.md")
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/supported-models.md", "docs/mini-wan.md")
 
 
 def supported_models_table() -> str:
@@ -21,9 +24,85 @@ def supported_models_table() -> str:
     return "\n".join(lines)
 
 
+def kernel_table() -> str:
+    """Time of the block-sparse kernel on an H200, as a Markdown table."""
+    report = _result("h200/block_sparse.json")
+    rows = {row["name"]: row for row in report["D128-b128"]}
+    shape = "75,648 tokens, 12 heads of 128, bf16, blocks of 128, random blocks kept"
+    lines = [
+        f"Block-sparse attention on one {report['gpu']} ({shape}; torch {report['torch']}, Triton {report['triton']};",
+        f"`{report['command']}`):",
+        "",
+        "| kernel | time | rate |",
+        "|---|---|---|",
+    ]
+    named = {
+        "dense SDPA cudnn": "dense, cuDNN",
+        "dense SDPA flash": "dense, FlashAttention-2",
+        **{
+            f"{kept} table tile": f"`triton` backend, {kept} of the blocks kept"
+            for kept in ("100%", "50%", "25%", "10%")
+        },
+    }
+    for name, label in named.items():
+        lines.append(f"| {label} | {rows[name]['ms']:.1f} ms | {rows[name]['tflops']:.0f} TFLOP/s |")
+    lines += ["", "The kernel alone: ordering and selecting blocks come on top and are not measured on a GPU yet."]
+    return "\n".join(lines)
+
+
+def cpu_table() -> str:
+    """Time of the block-sparse op on a CPU, as a Markdown table."""
+    report = _result("cpu/block_sparse.json")
+    lines = [
+        f"The op on {report['threads']} threads of a CPU ({report['cpu']}; fp32, blocks of 128;",
+        f"torch {report['torch']}; `{report['command']}`):",
+        "",
+        "| tokens, heads x channels | dense SDPA | 50 % kept | 25 % kept | 10 % kept |",
+        "|---|---|---|---|---|",
+    ]
+    for case, rows in report["cases"].items():
+        heads, tokens, channels = (re.search(rf"-{letter}(\d+)", case)[1] for letter in "HLD")  # type: ignore[index]
+        layout = ", stored as (B, L, H, D)" if "blhd" in case else ""
+        kept = (rows[f"{share} kept"] for share in ("50%", "25%", "10%"))
+        cells = " | ".join(f"{row['ms_median']:.0f} ms, {row['speedup']:.2f}x" for row in kept)
+        dense = rows["dense"]["ms_median"]
+        lines.append(f"| {int(tokens):,}, {heads} x {channels}{layout} | {dense:.0f} ms | {cells} |")
+    return "\n".join(lines)
+
+
+def mini_wan_table() -> str:
+    """How often mini-wan draws what the prompt says, as a Markdown table."""
+    report = _result("h200/mini_wan_quality.json")
+    settings = report["settings"]
+    return "\n".join(
+        [
+            f"On {report['prompts']} prompts whose combination of subject, motion and colour was held out of training "
+            f"({settings['steps']} steps,",
+            f"guidance {settings['guidance_scale']}, {report['scheduler']}, {report['dtype']}):",
+            "",
+            "| subject right | motion right | background colour right |",
+            "|---|---|---|",
+            "| " + " | ".join(f"{report[name]:.1%}" for name in ("subject", "motion", "colour")) + " |",
+        ]
+    )
+
+
+def _result(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def tables() -> dict[str, str]:
+    """All generated tables by the name of their place."""
+    return {
+        "supported-models": supported_models_table(),
+        "results": f"{kernel_table()}\n\n{cpu_table()}",
+        "mini-wan-results": mini_wan_table(),
+    }
+
+
 def with_tables(text: str) -> str:
     """Return a page with its tables written anew."""
-    for name, table in (("supported-models", supported_models_table()),):
+    for name, table in tables().items():
         pattern = rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)"
         text = re.sub(pattern, lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text, flags=re.DOTALL)
     return text
