@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-PART_SUFFIX = ".part"
+# Names of our own only: folders may hold half-written files of other programs.
+PART_SUFFIX = ".diffsieve-part"
 
 
 @contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
     """Give a path to write to; when the block ends well it becomes `target` in one step, else it is removed.
 
-    A process that is killed leaves at most `.<name>.part` behind, never a partial file under the final name.
+    A process that is killed leaves at most `.<name>.diffsieve-part` behind, never a partial file under the final name.
     """
     part = target.with_name(f".{target.name}{PART_SUFFIX}")
     try:
