@@ -20,7 +20,6 @@ PICTURES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 VIDEOS = frozenset({".avi", ".mkv", ".mov", ".mp4", ".webm"})
 ARRAYS = frozenset({".npy", ".npz"})
 
-ClipSource = str | Path | torch.Tensor | np.ndarray
 Kind = Literal["tensor", "array", "pictures", "video"]
 
 
@@ -52,18 +51,23 @@ class ClipReader:
         return _array_frames(self.source) if self.kind == "array" else _video_frames(self.source)
 
 
+ClipSource = str | Path | torch.Tensor | np.ndarray | ClipReader
+
+
 def open_clip(source: ClipSource, name: str | None = None) -> ClipReader:
     """Say how a clip is read, and check what can be told without reading it.
 
     Args:
         source: tensor or array (T, 3, H, W) or (T, H, W, 3); path of a .npy or .npz file with such an array (in an
             .npz the only one, or the one called `frames`); path of a folder of pictures, whose frames go by the
-            numbers in the file names; path of a video file.
+            numbers in the file names; path of a video file; a reader, which is returned as it is.
         name: what errors call it; default: the path, or "clip".
 
     Raises:
         UserInputError: no such file, or not one of these.
     """
+    if isinstance(source, ClipReader):
+        return source
     if isinstance(source, np.ndarray):
         source = torch.from_numpy(source)
     if isinstance(source, torch.Tensor):

@@ -73,6 +73,10 @@ def test_the_memory_does_not_grow_with_the_number_of_frames():
     count = sum(len(x) for x, _ in walk_pair(*pair, chunk_size=4, device=torch.device("cpu")))
     assert count == 300
     assert CountedClip.most <= 2 * 2 * 4 + 2  # two clips, the chunk in work and the one being read
+    CountedClip.most = 0
+    results = measure(*pair, metrics=("psnr", "ssim", "temporal_flickering"), chunk_size=4)
+    assert len(results["ssim"].per_frame) == 300
+    assert CountedClip.most <= 2 * 2 * 4 + 2
 
 
 def test_chunks_get_smaller_with_larger_frames():
