@@ -9,9 +9,8 @@ from .calibration import check_orders, read_orders
 from .clock import StepClock
 from .config import BAAttConfig
 from .controller import Layer, SparseController
-from .llsa import LLSAProcessor
 from .mailbox import ContextMailbox
-from .sites import find_sites, original_processor, select_layers
+from .sites import find_sites, select_layers
 
 
 def plan_ba_att(name: str, transformer: nn.Module, config: BAAttConfig) -> Callable[[StepClock], SparseController]:
@@ -39,7 +38,7 @@ def plan_ba_att(name: str, transformer: nn.Module, config: BAAttConfig) -> Calla
         template = BAAttProcessor(config)
         layers = []
         for site in sites:
-            original = original_processor(site.attn, (BAAttProcessor, LLSAProcessor))
+            original = site.attn.processor
             ends = site.number == 0 or site.last
             processor = template.bind(
                 original,

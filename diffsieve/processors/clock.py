@@ -51,6 +51,14 @@ class StepClock:
         self._context_level: tuple[float | None, float | None] = (None, None)
         self._levels: list[tuple[float | None, float | None]] | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepClock":
+        # A copy must not follow the original pipeline: it follows the copied one, or none where only the transformer
+        # is copied.
+        pipeline = self._pipeline() if self._pipeline is not None else None
+        clock = StepClock(memo.get(id(pipeline)))
+        clock.generation = self.generation
+        return clock
+
     @property
     def has_pipeline(self) -> bool:
         """Whether there is a pipeline and it is still alive."""

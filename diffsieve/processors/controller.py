@@ -18,6 +18,7 @@ from .mailbox import ContextMailbox
 from .sites import PARALLEL_MESSAGE
 from .timing import StageTimer
 from .warmup import Warmup
+from .watch import watch_forwards
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,7 @@ class SparseController:
         self._checked_sparse_step = False
         self._reasons: tuple[str | None, ...] = ()
         self._timer: StageTimer | None = None
-        # Compiled callers must not trace this: it reads Python state that changes every step.
-        self._handle = transformer.register_forward_pre_hook(torch.compiler.disable(self._hook()), with_kwargs=True)
+        self._handle = watch_forwards(transformer)
 
     def remove(self) -> None:
         """Detach from the transformer and give every layer its own processor back."""
@@ -118,14 +118,8 @@ class SparseController:
         """(token grid, batch, device) of the latest forward."""
         return self._shape
 
-    def _hook(self) -> Any:
-        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            named = dict(zip(("hidden_states", "timestep"), args, strict=False)) | kwargs
-            self._before_forward(named["hidden_states"], named.get("timestep"))
-
-        return before_forward
-
-    def _before_forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor | None) -> None:
+    def before_forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor | None) -> None:
+        """Set what the layers do in the forward that comes (see `watch_forwards`)."""
         if getattr(self.transformer, "_parallel_config", None) is not None:
             raise UserInputError(PARALLEL_MESSAGE)
         self.clock.tick(self.name, self.mailbox.context, timestep)

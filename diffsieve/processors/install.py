@@ -15,12 +15,12 @@ from .controller import SparseController
 from .llsa import LLSAProcessor
 from .llsa_config import LLSAConfig
 from .llsa_controller import LLSAController, plan_llsa
-from .sites import supported_text
+from .sites import reset_misplaced, supported_text
+from .watch import CONTROLLER
 
 TRANSFORMERS = ("transformer", "transformer_2")
 # Components that a foreign processor given to `pipe.set_attn_processor` is passed on to.
 _DENOISERS = (*TRANSFORMERS, "unet")
-_ATTRIBUTE = "_diffsieve_controller"
 
 Settings = BAAttConfig | BAAttProcessor | LLSAConfig | LLSAProcessor
 Controller = SparseController | LLSAController
@@ -53,14 +53,15 @@ def apply_sparse_attention(pipeline_or_transformer: Any, config: Settings | None
     installs: list[tuple[nn.Module, Callable[[StepClock], Controller]]] = []
     for name, transformer in transformers_of(pipeline_or_transformer):
         if isinstance(config, LLSAConfig):
-            known = isinstance(transformer.__dict__.get(_ATTRIBUTE), LLSAController)
+            known = isinstance(transformer.__dict__.get(CONTROLLER), LLSAController)
             installs.append((transformer, plan_llsa(name, transformer, config, warn=not known)))
         else:
             installs.append((transformer, plan_ba_att(name, transformer, config)))
     remove_sparse_attention(pipeline_or_transformer)
     clock = StepClock(None if isinstance(pipeline_or_transformer, nn.Module) else pipeline_or_transformer)
     for transformer, install in installs:
-        transformer.__dict__[_ATTRIBUTE] = install(clock)
+        reset_misplaced(transformer, (BAAttProcessor, LLSAProcessor))
+        transformer.__dict__[CONTROLLER] = install(clock)
 
 
 def remove_sparse_attention(pipeline_or_transformer: Any) -> None:
@@ -70,7 +71,7 @@ def remove_sparse_attention(pipeline_or_transformer: Any) -> None:
         UserInputError: the argument is no pipeline with a transformer and no transformer.
     """
     for _, transformer in transformers_of(pipeline_or_transformer):
-        controller = transformer.__dict__.pop(_ATTRIBUTE, None)
+        controller = transformer.__dict__.pop(CONTROLLER, None)
         if controller is not None:
             controller.remove()
 
@@ -141,6 +142,8 @@ def set_attn_processor(self: Any, processor: Any) -> None:
     if isinstance(processor, BAAttProcessor | LLSAProcessor):
         apply_sparse_attention(self, processor)
         return
+    if not isinstance(processor, dict) and (isinstance(processor, type) or not callable(processor)):
+        raise UserInputError(f"processor must be an attention processor or a dict of them, got {processor!r}")
     denoisers: list[Any] = [getattr(self, name, None) for name in _DENOISERS]
     denoisers = [module for module in denoisers if hasattr(module, "set_attn_processor")]
     if not denoisers:
@@ -160,7 +163,7 @@ def _sparsity_summary(self: Any) -> Any:
 
 
 def _all_controllers(pipeline_or_transformer: Any) -> list[Controller]:
-    found = (module.__dict__.get(_ATTRIBUTE) for _, module in transformers_of(pipeline_or_transformer))
+    found = (module.__dict__.get(CONTROLLER) for _, module in transformers_of(pipeline_or_transformer))
     return [controller for controller in found if controller is not None]
 
 

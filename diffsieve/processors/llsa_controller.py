@@ -11,12 +11,12 @@ from torch import nn
 
 from ..errors import UserInputError
 from ..kernels import orders
-from .ba_att import BAAttProcessor
 from .clock import StepClock
 from .families import Family, Grid
 from .llsa import LLSAProcessor
 from .llsa_config import LLSAConfig
-from .sites import PARALLEL_MESSAGE, find_sites, original_processor, select_layers
+from .sites import PARALLEL_MESSAGE, find_sites, select_layers
+from .watch import watch_forwards
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,7 @@ class LLSAController:
         self.layers, self.dense, self.config = layers, dense, config
         self.grid: Grid | None = None
         self._device: torch.device | None = None
-        # Compiled callers must not trace this: it reads Python state.
-        self._handle = transformer.register_forward_pre_hook(torch.compiler.disable(self._hook()), with_kwargs=True)
+        self._handle = watch_forwards(transformer)
 
     def remove(self) -> None:
         """Detach from the transformer and give every layer its own processor back."""
@@ -64,15 +63,9 @@ class LLSAController:
             if layer.attn.processor is layer.processor:
                 layer.attn.set_processor(layer.original)
 
-    def _hook(self) -> Any:
-        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden_states = args[0] if args else kwargs["hidden_states"]
-            self._before_forward(hidden_states)
-
-        return before_forward
-
     @torch.inference_mode(False)  # tensors made inside inference mode could not be used in training later
-    def _before_forward(self, hidden_states: torch.Tensor) -> None:
+    def before_forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor | None) -> None:
+        """Give the layers the token order of the forward that comes (see `watch_forwards`)."""
         if getattr(self.transformer, "_parallel_config", None) is not None:
             raise UserInputError(PARALLEL_MESSAGE)
         grid = self.family.grid(self.transformer, hidden_states)
@@ -118,7 +111,7 @@ def plan_llsa(
         for site in sites:
             if site.name in dense:
                 continue
-            original = original_processor(site.attn, (BAAttProcessor, LLSAProcessor))
+            original = site.attn.processor
             processor = LLSAProcessor(config).bind(family)
             site.attn.set_processor(processor)
             layers.append(LLSALayer(site.name, site.attn, original, processor))

@@ -78,13 +78,15 @@ def select_layers(sites: list[Site], numbers: tuple[int, ...], field: str) -> se
     return selected
 
 
-def original_processor(attn: Any, ours: tuple[type, ...]) -> Any:
-    """Return the processor that a layer has, or its default where one of `ours` was set on the transformer directly.
+def reset_misplaced(transformer: nn.Module, ours: tuple[type, ...]) -> None:
+    """Give every layer on which one of `ours` was set directly its default processor, cross-attention included.
 
     Such a processor never could run: it does not know its layer.
     """
-    processor = attn.processor
-    return attn._default_processor_cls() if isinstance(processor, ours) else processor
+    for module in transformer.modules():
+        attn: Any = module
+        if isinstance(getattr(attn, "processor", None), ours):
+            attn.set_processor(attn._default_processor_cls())
 
 
 def supported_text() -> str:

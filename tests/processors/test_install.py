@@ -1,5 +1,6 @@
 """Applying and removing: exactness, the pipeline methods, both transformers, bad input."""
 
+import copy
 import subprocess
 import sys
 
@@ -164,8 +165,6 @@ def test_processor_set_directly_on_the_transformer_is_replaced():
     dense = tiny.generate(pipe)
     pipe.transformer.set_attn_processor(BAAttProcessor())
     apply_sparse_attention(pipe, CONFIG)
-    for block in pipe.transformer.blocks:
-        block.attn2.set_processor(WanAttnProcessor())
     tiny.generate(pipe)
     remove_sparse_attention(pipe)
     assert torch.equal(tiny.generate(pipe), dense)
@@ -276,3 +275,35 @@ def test_supported_models_table():
     assert row["family"] == "wan"
     assert row["transformers"] == "WanTransformer3DModel, WanVACETransformer3DModel"
     assert "WanPipeline" in row["pipelines"]
+
+
+def test_a_deep_copy_runs_by_itself():
+    pipe = tiny.wan_pipeline()
+    dense = tiny.generate(pipe)
+    apply_sparse_attention(pipe, CONFIG)
+    sparse = tiny.generate(pipe)  # leaves its layers in sparse mode
+    copied = copy.deepcopy(pipe)
+    assert torch.equal(tiny.generate(copied, steps=4), tiny.generate(pipe, steps=4))
+    assert sparsity_summary(copied).to_dict()["steps_dense"] == sparsity_summary(pipe).to_dict()["steps_dense"] == 1
+    remove_sparse_attention(copied)
+    assert torch.equal(tiny.generate(copied), dense)
+    assert torch.equal(tiny.generate(pipe), sparse)
+
+
+def test_a_deep_copy_of_the_transformer_leaves_the_original_alone():
+    pipe, other = tiny.wan_pipeline(), tiny.wan_pipeline()
+    apply_sparse_attention(pipe, BAAttConfig(block_size=8, min_tokens=0, warmup_steps=2))
+    sparse = tiny.generate(pipe)
+    other.transformer = copy.deepcopy(pipe.transformer)
+    assert torch.equal(tiny.generate(other), sparse)
+    assert sparsity_summary(other).steps_dense == 2
+    assert torch.equal(tiny.generate(pipe), sparse)
+
+
+@pytest.mark.parametrize("processor", [BAAttProcessor, None], ids=["class", "none"])
+def test_what_is_no_processor_is_refused_before_it_is_set(processor):
+    pipe = tiny.wan_pipeline(layers=1)
+    before = _processors(pipe)
+    with pytest.raises(UserInputError, match="processor must be an attention processor or a dict of them, got "):
+        pipe.set_attn_processor(processor)
+    assert _processors(pipe) == before
