@@ -142,8 +142,8 @@ class BAAttConfig:
         """Target share of block pairs to keep, in (0, 1], from whichever of `density` and `sparsity` was given."""
         if self.density is not None:
             return self.density
-        # 1 - 0.9 is just below 0.1, and the number of kept blocks is rounded half up.
-        return round(1.0 - (self.sparsity or 0.0), 12)
+        # 1 - 0.9 is just below 0.1, and the number of kept blocks is rounded half up. Never 0: one block always stays.
+        return max(round(1.0 - (self.sparsity or 0.0), 12), 1e-12)
 
     @property
     def calibrates(self) -> bool:

@@ -55,6 +55,10 @@ def test_sparsity_and_density_keep_the_same_blocks(percent):
     assert [kept_blocks(n, sparse.kept) for n in counts] == [kept_blocks(n, dense.kept) for n in counts]
 
 
+def test_a_sparsity_just_below_one_keeps_a_block():
+    assert 0 < BAAttConfig(sparsity=1 - 2**-53).kept < 1e-9
+
+
 def test_replace_keeps_the_other_fields():
     config = dataclasses.replace(BAAttConfig(preset="paper"), sparsity=0.75)
     assert (config.kept, config.order) == (0.25, "norm_sort")
