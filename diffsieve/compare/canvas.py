@@ -30,9 +30,14 @@ def fit_text(text: str, size: int, width: int) -> str:
     """Shorten `text` with an ellipsis until it is at most `width` pixels wide."""
     if text_size(text, size)[0] <= width:
         return text
-    while text and text_size(text + "...", size)[0] > width:
-        text = text[:-1]
-    return text.rstrip() + "..."
+    fits, too_long = 0, len(text)  # halving: a prompt may have thousands of characters
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if text_size(text[:middle] + "...", size)[0] <= width:
+            fits = middle
+        else:
+            too_long = middle
+    return text[:fits].rstrip() + "..."
 
 
 def draw_text(
