@@ -66,6 +66,9 @@ def load_pipeline(
             f"model {model} is no local folder, and the Hugging Face hub does not give it; check the name, the "
             f"connection and, for a gated model, the token ({_one_line(_root(error))})"
         ) from error
+    lacking = _first_without_values(pipe)
+    if lacking is not None:
+        raise UserInputError(f"model {model} must have weights for every part, got none for {lacking}")
     logger.info("loaded %s from %s on %s as %s", type(pipe).__name__, source, place, number)
     return pipe.to(place)
 
@@ -156,6 +159,16 @@ def weights_digest(pipe: Any) -> str:
                     sample = tensor.detach().flatten()[:_SAMPLES_PER_TENSOR].to("cpu", torch.float64)
                     digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _first_without_values(pipe: Any) -> str | None:
+    """Return the name of a tensor that the checkpoint lacks: diffusers leaves it on the meta device and warns."""
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module):
+            for key, tensor in part.state_dict().items():
+                if tensor.device.type == "meta":
+                    return f"{name}.{key}"
+    return None
 
 
 def _root(error: BaseException) -> BaseException:

@@ -7,6 +7,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from diffusers import WanPipeline
+from safetensors.torch import load_file, save_file
 
 from diffsieve.errors import UserInputError
 from diffsieve.pipelines import loading
@@ -49,6 +50,17 @@ def test_broken_weights_are_one_clear_error(folder, tmp_path):
     (copy / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(b"not weights")
     with pytest.raises(UserInputError, match=f"model {copy} cannot be loaded"):
         load_pipeline(str(copy))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_names_it(folder, tmp_path):
+    copy = tmp_path / "lacking"
+    shutil.copytree(folder, copy)
+    file = copy / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    del weights["blocks.0.attn1.norm_k.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UserInputError, match=r"got none for transformer\.blocks\.0\.attn1\.norm_k\.weight"):
+        load_pipeline(str(copy), device="cpu")
 
 
 @pytest.mark.parametrize("model", ["./missing", "/missing/model", "a/b/c", "missing", "~/missing-model", "", "a b/c"])
