@@ -76,7 +76,8 @@ def read_settings(out: Path) -> dict[str, Any]:
         values = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
     except ValueError:
         values = None
-    if not isinstance(values, dict) or values.get("schema") != SETTINGS_SCHEMA:
+    keys = {"settings", "prompt", "seed"}
+    if not isinstance(values, dict) or values.get("schema") != SETTINGS_SCHEMA or not keys <= values.keys():
         raise UserInputError(f"out must hold a comparison of this version, got {out} with another {SETTINGS}")
     return values
 
@@ -154,7 +155,8 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return None
-    if not isinstance(record, dict) or not all((folder / name).is_file() for name in record["files"].values()):
+    files = record.get("files") if isinstance(record, dict) else None
+    if not isinstance(files, dict) or not all((folder / name).is_file() for name in files.values()):
         return None
     return record
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 import numpy
 import torch
@@ -260,10 +261,14 @@ def _write_checkpoint(path: Path, clip: Clip) -> None:
 def _read_checkpoint(path: Path) -> Clip | None:
     if not path.is_file():
         return None
-    with numpy.load(path) as values:
-        return Clip(
-            frames=torch.from_numpy(values["frames"]),
-            seconds_total=float(values["total"]),
-            seconds_steps=tuple(values["steps"].tolist()),
-            seconds_decode=float(values["decode"]),
-        )
+    try:
+        with numpy.load(path) as values:
+            return Clip(
+                frames=torch.from_numpy(values["frames"]),
+                seconds_total=float(values["total"]),
+                seconds_steps=tuple(values["steps"].tolist()),
+                seconds_decode=float(values["decode"]),
+            )
+    except (BadZipFile, EOFError, KeyError, ValueError) as error:
+        logger.warning("%s is damaged (%s): the clip is made again", path, error)
+        return None

@@ -151,6 +151,17 @@ def test_an_interrupted_run_keeps_what_is_complete_and_resumes(pipe, small, run)
         assert resumed["metrics"] == uninterrupted["metrics"]
 
 
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04cut off"], ids=["empty", "cut-off"])
+def test_a_damaged_dense_half_is_made_again(pipe, small, content):
+    config = small()
+    with pytest.raises(KeyboardInterrupt):
+        compare(config, pipe=pipe, progress=Interrupt(lambda p: (p.run, p.step) == ("sparse", 2)))
+    (config.out / item_name(0, config.prompt[0], 0) / "dense_frames.npz").write_bytes(content)
+    again = Interrupt(lambda p: False)
+    compare(config, pipe=pipe, resume=True, progress=again)
+    assert {p.run for p in again.seen if p.stage == "denoise"} == {"dense", "sparse"}
+
+
 def test_a_finished_run_resumes_to_the_same_report(pipe, small):
     first = compare(small(), pipe=pipe)
     again = compare(small(), pipe=pipe, resume=True)

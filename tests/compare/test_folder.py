@@ -129,3 +129,15 @@ def test_a_record_counts_only_with_all_its_files(tmp_path):
     assert folders.read_record(tmp_path) is None
     (tmp_path / "dense.mp4").write_text("")
     assert folders.read_record(tmp_path) == {"files": {"dense": "dense.mp4"}}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"files": []}'])
+def test_a_damaged_record_does_not_count(tmp_path, text):
+    (tmp_path / folders.RECORD).write_text(text)
+    assert folders.read_record(tmp_path) is None
+
+
+def test_settings_that_lack_a_part_are_refused(tmp_path):
+    (tmp_path / folders.SETTINGS).write_text(json.dumps({"schema": folders.SETTINGS_SCHEMA, "settings": {}}))
+    with pytest.raises(UserInputError, match="out must hold a comparison of this version"):
+        folders.read_settings(tmp_path)
