@@ -51,6 +51,11 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
         if getattr(options[key], "multiple", False) != isinstance(value, list):
             form = "one value" if isinstance(value, list) else "a list"
             raise UserInputError(f"config key {key!r} must be {form}, got {value!r}")
+        # The parser would take `steps = true` as 1 step.
+        flag = getattr(options[key], "is_flag", False)
+        if any(isinstance(item, bool) != flag for item in (value if isinstance(value, list) else [value])):
+            form = "true or false" if flag else "a number or a text"
+            raise UserInputError(f"config key {key!r} must be {form}, got {value!r}")
     context.default_map = values
     return path
 

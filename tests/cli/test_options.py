@@ -63,9 +63,11 @@ def test_text_is_printed_without_json():
         ("[steps]\na = 1", r"key 'steps' must be a plain value, got a table"),
         ('prompt = "a fox"', r"key 'prompt' must be a list, got 'a fox'"),
         ("steps = [1, 2]", r"key 'steps' must be one value, got \[1, 2\]"),
+        ("steps = true", r"key 'steps' must be a number or a text, got True"),
+        ('resume = "yes"', r"key 'resume' must be true or false, got 'yes'"),
         ("steps = ", r"config must be a TOML file, got .*run\.toml"),
     ],
-    ids=["unknown", "shared", "table", "not-a-list", "not-one", "syntax"],
+    ids=["unknown", "shared", "table", "not-a-list", "not-one", "truth", "no-truth", "syntax"],
 )
 def test_a_wrong_file_is_an_error(run, toml, message):
     result = run(toml)
