@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..pipelines.defaults import GenerationDefaults
 
 DENSE = "dense"
+MAX_TEXT_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class RunConfig:
         seed: start values of the noise.
         negative_prompt: what guidance moves away from.
         guidance_scale: classifier-free guidance; 1 or less turns it off and halves the work.
-        max_sequence_length: text tokens.
+        max_sequence_length: text tokens, at most 4,096; Wan models know 512.
         fps: frames per second of the mp4 files.
         device: see `load_pipeline`.
         dtype: see `load_pipeline`.
@@ -74,6 +75,10 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UserInputError(f"{name} must be a positive integer, got {value!r}")
+        if self.max_sequence_length is not None and self.max_sequence_length > MAX_TEXT_TOKENS:
+            raise UserInputError(
+                f"max_sequence_length must be at most {MAX_TEXT_TOKENS}, got {self.max_sequence_length}"
+            )
         self._check_warmup()
         if self.min_tokens is not None and self.min_tokens < 0:
             raise UserInputError(f"min_tokens must be 0 or more, got {self.min_tokens}")

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,29 @@ def check_same_clips(earlier: Mapping[str, Any], prompt: Sequence[str], seed: Se
     lost = [value for value in earlier["seed"] if value not in seed]
     if lost:
         raise UserInputError(f"seed must hold those of the run to resume in {out}, {earlier['seed']}, got {list(seed)}")
+
+
+@contextmanager
+def exclusive(out: Path) -> Iterator[None]:
+    """Hold a folder for one run; the lock ends with the process, however that ends. No lock without POSIX ones.
+
+    Raises:
+        UserInputError: another run holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserInputError(f"out must not be in use by another run, got {out}") from error
+        yield
+    finally:
+        os.close(handle)
 
 
 def start(out: Path, settings: Mapping[str, Any], prompt: Sequence[str], seed: Sequence[int]) -> None:

@@ -93,8 +93,8 @@ def _check_attention(pipe: Any, attention: Any) -> None:
     transformer = transformer_of(pipe)
     head_dim = getattr(transformer.config, "attention_head_dim", None)
     if head_dim is not None:
-        shape = (1, 1, 4 * attention.block_size, head_dim)
-        probe = torch.empty(shape, device=pipe._execution_device, dtype=transformer.dtype)
+        probe = torch.empty(1, device=pipe._execution_device, dtype=transformer.dtype)
+        probe = probe.expand(1, 1, 4 * attention.block_size, head_dim)
         choose_backend(probe, probe, block_size=attention.block_size, backend=attention.backend)
 
 

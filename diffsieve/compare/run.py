@@ -98,10 +98,35 @@ def compare(
     if earlier is not None and resume:
         folders.check_same_settings(earlier, settings, config.out)
         folders.check_same_clips(earlier, config.prompt, config.seed, config.out)
-    elif earlier is not None:
-        folders.clear(config.out, earlier, [*_FILES.values(), folders.RECORD])
-    folders.start(config.out, settings, config.prompt, config.seed)
+    config.out.mkdir(parents=True, exist_ok=True)
+    with folders.exclusive(config.out):
+        if folders.check_output(config.out, resume=resume, overwrite=overwrite) != earlier:
+            raise UserInputError(f"out must not be in use by another run, got {config.out}, which one has just written")
+        if earlier is not None and not resume:
+            folders.clear(config.out, earlier, [*_FILES.values(), folders.RECORD])
+        folders.start(config.out, settings, config.prompt, config.seed)
+        records = _make_pairs(ready, progress)
+        report = {
+            "schema": COMPARE_SCHEMA,
+            "created": now(),
+            "command": None if command is None else list(command),
+            "settings": settings,
+            "prompt": list(config.prompt),
+            "seed": list(config.seed),
+            "environment": place,
+            "notes": sorted({note for record in records for note in record["notes"]}),
+            "summary": summary(records),
+            "clips": records,
+        }
+        page = comparison_page(report, config.out, method_label(config, ready.attention))
+        write_page(config.out / folders.PAGE, page)
+        write_json(config.out / folders.REPORT, report)
+    return report
 
+
+def _make_pairs(ready: Prepared[CompareConfig], progress: ProgressCallback | None) -> list[dict[str, Any]]:
+    """Make every pair that is not there yet; return the records of all."""
+    config = ready.config
     pairs = [(index, prompt, seed) for index, prompt in enumerate(config.prompt) for seed in config.seed]
     perceptual = load_lpips_or_say_why(ready.pipe._execution_device)
     records: list[dict[str, Any]] = []
@@ -113,21 +138,7 @@ def compare(
             record = _make_pair(ready, prompt, seed, folder, teller, perceptual)
         records.append(record)
         teller.tell("sparse", "done", config.steps or 0)
-    report = {
-        "schema": COMPARE_SCHEMA,
-        "created": now(),
-        "command": None if command is None else list(command),
-        "settings": settings,
-        "prompt": list(config.prompt),
-        "seed": list(config.seed),
-        "environment": place,
-        "notes": sorted({note for record in records for note in record["notes"]}),
-        "summary": summary(records),
-        "clips": records,
-    }
-    write_page(config.out / folders.PAGE, comparison_page(report, config.out, method_label(config, ready.attention)))
-    write_json(config.out / folders.REPORT, report)
-    return report
+    return records
 
 
 def _mask_layer(ready: Prepared[CompareConfig]) -> int | None:
@@ -193,7 +204,7 @@ def _make_pair(
     }
     write_json(folder / folders.RECORD, record)
     if not config.save_frames:
-        paths["dense_frames"].unlink()
+        paths["dense_frames"].unlink(missing_ok=True)
     return record
 
 

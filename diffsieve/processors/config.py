@@ -7,6 +7,7 @@ from os import PathLike, fspath
 from typing import Any, Literal
 
 from ..errors import UserInputError
+from ..kernels.block_sparse import MAX_BLOCK_SIZE
 
 # Default of the fields whose value comes from the preset: `__post_init__` replaces it, so a finished config never
 # holds it and its repr shows the values in force.
@@ -188,6 +189,8 @@ class BAAttConfig:
         _check_number("sparsity", self.sparsity, "in [0, 1)", lambda x: 0 <= x < 1)
         _check_number("density", self.density, "in (0, 1]", lambda x: 0 < x <= 1)
         _check_int("block_size", self.block_size, 1)
+        if self.block_size > MAX_BLOCK_SIZE:
+            raise UserInputError(f"block_size must be at most {MAX_BLOCK_SIZE}, got {self.block_size}")
         if isinstance(self.warmup_steps, float):
             # A count written as a float would silently turn 1.0 step into all of them, so the message tells both forms.
             _check_number(

@@ -20,6 +20,7 @@ from diffsieve.pipelines.defaults import MINI_WAN_DEFAULTS
         ({"method": "dense"}, "method must be one of ba-att, got 'dense'"),
         ({"warmup": -1}, "warmup must be a whole number"),
         ({"warmup": 1.5}, "warmup must be a whole number"),
+        ({"max_sequence_length": 100_000}, "max_sequence_length must be at most 4096, got 100000"),
         ({"block_size": 0}, "block_size must be a positive integer, got 0"),
         ({"min_tokens": -1}, "min_tokens must be 0 or more"),
         ({"steps": 0}, "steps must be a positive integer"),

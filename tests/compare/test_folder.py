@@ -141,3 +141,13 @@ def test_settings_that_lack_a_part_are_refused(tmp_path):
     (tmp_path / folders.SETTINGS).write_text(json.dumps({"schema": folders.SETTINGS_SCHEMA, "settings": {}}))
     with pytest.raises(UserInputError, match="out must hold a comparison of this version"):
         folders.read_settings(tmp_path)
+
+
+def test_a_folder_serves_one_run_at_a_time(tmp_path):
+    first = folders.exclusive(tmp_path)
+    first.__enter__()
+    with pytest.raises(UserInputError, match="out must not be in use by another run"), folders.exclusive(tmp_path):
+        pass
+    first.__exit__(None, None, None)
+    with folders.exclusive(tmp_path):
+        assert list(tmp_path.iterdir()) == []

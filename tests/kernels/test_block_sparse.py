@@ -245,6 +245,7 @@ def test_compiles_into_one_graph_forward_and_backward():
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 def test_compiles_with_inductor():
     inputs = testing.make_inputs(BASE, dtype=torch.float32)
 
@@ -331,8 +332,9 @@ def _bad_inputs() -> dict[str, tuple[dict, str]]:
         "count-dtype": ({"block_count": index[..., 0].long()}, "block_count must be int32, got int64"),
         "count-high": ({"block_count": index[..., 0] * 0 + 4}, "block_count must be in [0, 3], got values from 4 to 4"),
         "count-negative": ({"block_count": index[..., 0] * 0 - 1}, "block_count must be in [0, 3], got values from"),
-        "block-size-zero": ({"block_size": 0}, "block_size must be an int >= 1, got 0"),
-        "block-size-float": ({"block_size": 16.0}, "block_size must be an int >= 1, got 16.0"),
+        "block-size-zero": ({"block_size": 0}, "block_size must be an int in [1, 65536], got 0"),
+        "block-size-huge": ({"block_size": 10**20}, f"block_size must be an int in [1, 65536], got {10**20}"),
+        "block-size-float": ({"block_size": 16.0}, "block_size must be an int in [1, 65536], got 16.0"),
         "scale-zero": ({"scale": 0.0}, "scale must be a finite number > 0 or None, got 0.0"),
         "scale-nan": ({"scale": float("nan")}, "scale must be a finite number > 0 or None, got nan"),
         "backend": ({"backend": "cuda"}, "backend must be one of auto, reference, torch, triton, got 'cuda'"),

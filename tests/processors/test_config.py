@@ -75,6 +75,7 @@ def test_replace_keeps_the_other_fields():
         ({"sparsity": "half"}, ["sparsity", "'half'"]),
         ({"sparsity": 0.5, "density": 0.5}, ["sparsity or density, not both"]),
         ({"block_size": 0}, ["block_size", ">= 1", "0"]),
+        ({"block_size": 10**20}, ["block_size", "at most 65536", str(10**20)]),
         ({"block_size": 12.5}, ["block_size", "12.5"]),
         ({"block_size": True}, ["block_size", "True"]),
         ({"warmup_steps": -1}, ["warmup_steps", "-1"]),

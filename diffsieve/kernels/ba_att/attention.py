@@ -13,7 +13,7 @@ import torch
 
 from diffsieve.errors import UserInputError
 
-from ..block_sparse import block_sparse_attention, choose_backend
+from ..block_sparse import MAX_BLOCK_SIZE, block_sparse_attention, choose_backend
 from .ordering import Grid, Orders, gather_tokens, token_orders, undo_order
 from .scores import score_blocks
 from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p
@@ -327,8 +327,8 @@ def _check(
         raise UserInputError(f"key must have shape {expected}, got {tuple(key.shape)}")
     if not 0 < density <= 1:
         raise UserInputError(f"density must be in (0, 1], got {density}")
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        raise UserInputError(f"block_size must be a positive integer, got {block_size!r}")
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or not 1 <= block_size <= MAX_BLOCK_SIZE:
+        raise UserInputError(f"block_size must be a whole number in [1, {MAX_BLOCK_SIZE}], got {block_size!r}")
     if top_p is not None and not 0 < top_p <= 1:
         raise UserInputError(f"top_p must be in (0, 1], got {top_p}")
     if not 0 <= min_density <= density:

@@ -11,6 +11,8 @@ from torch import Tensor
 from ...errors import BackendUnavailableError, UserInputError
 
 BACKENDS = ("auto", "reference", "torch", "triton")
+# Inputs are padded to whole blocks: this bounds what a slip of the pen can ask for.
+MAX_BLOCK_SIZE = 2**16
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TRITON_MAX_DIM = 256
@@ -157,7 +159,8 @@ def _validate(
         _require(isinstance(x, Tensor), name, "a tensor", type(x).__name__)
         _require(x.ndim == 4, name, "4-dimensional", tuple(x.shape))
         _require(x.numel() > 0, name, "not empty", tuple(x.shape))
-    _require(type(block_size) is int and block_size >= 1, "block_size", "an int >= 1", block_size)
+    allowed = type(block_size) is int and 1 <= block_size <= MAX_BLOCK_SIZE
+    _require(allowed, "block_size", f"an int in [1, {MAX_BLOCK_SIZE}]", block_size)
     _require(backend in BACKENDS, "backend", f"one of {', '.join(BACKENDS)}", repr(backend))
     if scale is not None:
         number = isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0
