@@ -1,6 +1,7 @@
 """What all tests share: the GPU marker, one fixed generator, one thread per process, a closing list of skips."""
 
 import re
+import shutil
 from collections import Counter
 
 import pytest
@@ -19,6 +20,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if marked and not _cuda_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    if not any(shutil.which(name) for name in ("g++", "clang++")):
+        for item in items:
+            if item.get_closest_marker("compiler"):
+                item.add_marker(pytest.mark.skip(reason="needs a C++ compiler, for inductor on the CPU"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -89,6 +89,7 @@ def test_custom_ops(qkv):
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 def test_inductor_selects_the_same_blocks(qkv):
     compiled, counter = compile_counted(call, "inductor")
     for table in ([0, 1, 2, 3], [4, 3, 3, 0]):

@@ -84,6 +84,7 @@ def test_another_resolution_under_compile():
         assert torch.allclose(tiny.generate(pipe, steps=2, height=height), latents, atol=1e-5)
 
 
+@pytest.mark.compiler
 def test_inductor():
     pipe = tiny.wan_pipeline(layers=1)
     apply_sparse_attention(pipe, _config(dense_layers=(), warmup_steps=1))
