@@ -7,7 +7,7 @@ The lists are ascending, so the short block at the end of the keys can only be t
 keys of a row are a prefix of its gathered blocks. Rows with the same number of valid keys share a chunk, hence no
 chunk needs a mask.
 
-Working set: one chunk's keys, values and (for the log-sum-exp) logits, at most 4 MiB a thread on the CPU and 256 MiB
+Working set: one chunk's keys, values and (for the log-sum-exp) logits, at most 2 MiB a thread on the CPU and 256 MiB
 elsewhere, or one query block's if that is more; one contiguous copy of query, key or value where it is strided, ragged
 or (on the CPU) of 16 bits. Reading the counts costs one synchronisation with the device.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 # On a CPU a chunk should stay in the last cache levels and still give every thread some rows; a GPU it should fill.
-_CHUNK_BYTES_THREAD = 4 * 2**20
+_CHUNK_BYTES_THREAD = 2 * 2**20
 _CHUNK_BYTES_DEVICE = 256 * 2**20
 
 
