@@ -12,14 +12,17 @@ from .llsa_config import LLSAConfig
 
 if TYPE_CHECKING:
     from .ba_att import BAAttProcessor
+    from .custom import use_custom_selection
     from .families import supported_models
     from .install import apply_sparse_attention, remove_sparse_attention, sparse_attention
     from .llsa import LLSAProcessor
     from .llsa_summary import LLSASummary
     from .masks import RecordedMask, recorded_masks
+    from .observe import AttentionCall, observe_attention
     from .summary import SparsitySummary, save_orders, sparsity_summary
 
 __all__ = [
+    "AttentionCall",
     "BAAttConfig",
     "BAAttProcessor",
     "LLSAConfig",
@@ -28,27 +31,32 @@ __all__ = [
     "RecordedMask",
     "SparsitySummary",
     "apply_sparse_attention",
+    "observe_attention",
     "recorded_masks",
     "remove_sparse_attention",
     "save_orders",
     "sparse_attention",
     "sparsity_summary",
     "supported_models",
+    "use_custom_selection",
 ]
 
 _HOMES = {
+    "AttentionCall": "observe",
     "BAAttProcessor": "ba_att",
     "LLSAProcessor": "llsa",
     "LLSASummary": "llsa_summary",
     "RecordedMask": "masks",
     "SparsitySummary": "summary",
     "apply_sparse_attention": "install",
+    "observe_attention": "observe",
     "recorded_masks": "masks",
     "remove_sparse_attention": "install",
     "save_orders": "summary",
     "sparse_attention": "install",
     "sparsity_summary": "summary",
     "supported_models": "families",
+    "use_custom_selection": "custom",
 }
 
 

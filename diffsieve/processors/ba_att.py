@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import UserInputError
-from ..kernels.ba_att import CANDIDATE_ORDERS, ba_attention, calibrate_orders
+from ..kernels.ba_att import CANDIDATE_ORDERS, CustomSelection, ba_attention, calibrate_orders
 from .calibration import FALLBACK_ORDER
 from .config import BAAttConfig
 from .families import Family, Grid
@@ -65,6 +65,7 @@ class BAAttProcessor:
         self._timer: StageTimer | None = None
         self._mask: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._backend: str | None = None
+        self._custom: CustomSelection | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r})"
@@ -173,6 +174,7 @@ class BAAttProcessor:
             orders=self.config.order if self._orders is None else self._orders,
             return_info=True,
             timer=timer,
+            custom=self._custom,
             **self._selection,
             **self._attention,
         )

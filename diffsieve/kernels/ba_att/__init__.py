@@ -6,6 +6,7 @@ an order per head, `reference` defines what all of it means.
 
 from .attention import BAAttInfo, ba_attention
 from .calibration import calibrate_orders, choose_orders
+from .custom import CustomSelection
 from .ordering import CANDIDATE_ORDERS, TokenOrders, default_window, gather_tokens, token_orders, undo_order
 from .scores import block_scores, halfk_scores
 from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p
@@ -15,6 +16,7 @@ __all__ = [
     "CANDIDATE_ORDERS",
     "BAAttInfo",
     "BlockStatistics",
+    "CustomSelection",
     "TokenOrders",
     "ba_attention",
     "block_mask",

@@ -14,6 +14,7 @@ import torch
 from diffsieve.errors import UserInputError
 
 from ..block_sparse import MAX_BLOCK_SIZE, block_sparse_attention, choose_backend
+from .custom import CustomSelection
 from .ordering import Grid, Orders, gather_tokens, token_orders, undo_order
 from .scores import score_blocks
 from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p
@@ -72,6 +73,7 @@ def ba_attention(
     backend: str = "auto",
     return_info: bool = False,
     timer: Callable[[str], AbstractContextManager[object]] | None = None,
+    custom: CustomSelection | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, BAAttInfo]:
     """Attend to the key blocks that block moments predict to matter (BA-Att).
 
@@ -109,6 +111,7 @@ def ba_attention(
         return_info: also return `BAAttInfo`.
         timer: gives a context manager to run a part of the call in: "selection" (order to selection; again to undo the
             order) or "attention". Eager mode only.
+        custom: an order or a selection in place of the method's own; not with `top_p`.
 
     Returns:
         (B, H, L, D) in the dtype of `query`, and `BAAttInfo` if asked for.
@@ -126,37 +129,45 @@ def ba_attention(
     video_query, video_key, video_value = query[:, :, video], key[:, :, video], value[:, :, video]
 
     with stage("selection"):
-        order = token_orders(
-            video_query.detach(),
-            video_key.detach(),
-            grid_thw=grid_thw,
-            orders=orders,
-            block_size=block_size,
-            window=window,
-            descending=descending,
-        )
+        if custom is not None and custom.order is not None:
+            order = custom.order(video_query.detach(), video_key.detach(), grid_thw)
+        else:
+            order = token_orders(
+                video_query.detach(),
+                video_key.detach(),
+                grid_thw=grid_thw,
+                orders=orders,
+                block_size=block_size,
+                window=window,
+                descending=descending,
+            )
         q = gather_tokens(video_query, order.query)
         k, v = gather_tokens(video_key, order.key), gather_tokens(video_value, order.key)
         query_stats, key_stats = block_statistics(q.detach(), block_size), block_statistics(k.detach(), block_size)
-        scores = score_blocks(
-            score,
-            query_stats,
-            key_stats,
-            k.detach(),
-            block_size,
-            beta=beta,
-            center_keys=center_keys,
-            log_count=log_count or top_p is not None,
-            second_order=second_order,
-            scale=scale,
-        )
         kept = _video_budget(density, key_stats, num_text, block_size)
         block_count = None
-        if top_p is None:
-            block_index = select_blocks(scores, kept)
+        if custom is not None and custom.select is not None:
+            block_index, block_count = custom.select(
+                q.detach(), k.detach(), kept=kept, block_size=block_size, scale=scale
+            )
         else:
-            fewest = min(kept, _video_budget(min_density, key_stats, num_text, block_size))
-            block_index, block_count = select_blocks_top_p(scores, top_p, min_blocks=fewest, max_blocks=kept)
+            scores = score_blocks(
+                score,
+                query_stats,
+                key_stats,
+                k.detach(),
+                block_size,
+                beta=beta,
+                center_keys=center_keys,
+                log_count=log_count or top_p is not None,
+                second_order=second_order,
+                scale=scale,
+            )
+            if top_p is None:
+                block_index = select_blocks(scores, kept)
+            else:
+                fewest = min(kept, _video_budget(min_density, key_stats, num_text, block_size))
+                block_index, block_count = select_blocks_top_p(scores, top_p, min_blocks=fewest, max_blocks=kept)
 
     attend = partial(_attend, block_size=block_size, scale=scale, backend=backend)
     with stage("attention"):
@@ -165,7 +176,7 @@ def ba_attention(
         else:
             out, lse = attend(q, k, v, block_index, block_count)
             if compensate == "centroid":
-                kept_mask = block_mask(block_index, block_count, scores.shape[-1])
+                kept_mask = block_mask(block_index, block_count, key_stats.size.shape[0])
                 value_mean = block_means(v, block_size)
                 out, lse = _add_centroids(out, lse, q, key_stats, value_mean, kept_mask, block_size, scale)
             if num_text:
