@@ -30,6 +30,9 @@ def compare(
     save_frames: Annotated[
         bool, typer.Option("--save-frames", help="Keep the raw frames of both runs as .npz, float32.")
     ] = False,
+    save_masks: Annotated[
+        bool, typer.Option("--save-masks", help="Keep the block masks of the sparse layers and steps as .npz.")
+    ] = False,
     method: Annotated[str, typer.Option("--method", help="ba-att.", rich_help_panel="Method")] = "ba-att",
     preset: flags.Preset = None,
     sparsity: flags.Sparsity = 0.5,

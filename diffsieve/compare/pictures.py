@@ -128,6 +128,23 @@ def difference_picture(
     return picture
 
 
+def difference_clip(dense: torch.Tensor, sparse: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Draw the absolute difference of every frame, mean of R, G and B, on the colour scale.
+
+    Args:
+        dense: raw frames (T, 3, H, W) in [0, 1].
+        sparse: same shape.
+
+    Returns:
+        (T, 3, H, W) uint8, and the difference that has the last colour.
+    """
+    difference = (dense - sparse).abs().mean(dim=1).numpy()
+    end = _scale_end(difference)
+    # Frame by frame: the colours are interpolated in float64.
+    frames = [torch.from_numpy(colour_scale(image / end)).permute(2, 0, 1) for image in difference]
+    return torch.stack(frames), end
+
+
 def shown_frames(count: int) -> list[int]:
     """Return which frames of a clip the picture of differences shows: at most five, the first and the last too."""
     shown = min(_SHOWN_FRAMES, count)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import BadZipFile
 
-import numpy
 import torch
 from PIL import Image
 
@@ -18,13 +15,15 @@ from ..eval import LoadedLpips, MetricResult, lpips, ms_ssim, psnr, psnr_from_me
 from ..pipelines.loading import weights_digest
 from . import folder as folders
 from .clip import Clip, generate_clip
+from .clip_file import DenseClips, read_clip, write_clip
 from .compare_page import comparison_page, load_lpips_or_say_why
 from .config import CompareConfig, RunConfig
 from .files import remove_parts, write_frames, write_json, write_png
+from .mask_file import MAX_LAYERS, BlockMasks, MaskCollector, spread, write_masks
 from .mask_picture import mask_picture
 from .methods import METHODS
 from .page import write_page
-from .pictures import difference_picture, side_by_side
+from .pictures import difference_clip, difference_picture, side_by_side
 from .prepare import Prepared, prepare, resolve_place, transformer_of
 from .progress import ItemProgress, ProgressCallback
 from .report import COMPARE_SCHEMA, clip_seconds, environment, now, speed_up, summary
@@ -33,14 +32,14 @@ from .video import to_uint8, write_mp4
 if TYPE_CHECKING:
     from ..processors import RecordedMask
 
-logger = logging.getLogger(__name__)
-
 _FILES = {
     "dense": "dense.mp4",
     "sparse": "sparse.mp4",
     "side_by_side": "side_by_side.mp4",
     "difference": "difference.png",
+    "difference_clip": "difference.mp4",
     "mask": "mask.png",
+    "masks": "masks.npz",
     "dense_frames": "dense_frames.npz",
     "sparse_frames": "sparse_frames.npz",
 }
@@ -55,12 +54,14 @@ def compare(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
     command: Sequence[str] | None = None,
+    dense_clips: Path | None = None,
 ) -> dict[str, Any]:
     """Generate every prompt and seed twice from the same noise, dense and sparse, and compare the raw frames.
 
-    Per prompt and seed a folder with both clips, side_by_side.mp4, difference.png, mask.png and metrics.json; beside
-    them settings.json at the start, report.html and report.json at the end. A file is complete or absent at any time.
-    A pair whose metrics.json stands is not made again by a resumed run, and a finished dense half is not either.
+    Per prompt and seed a folder with both clips, side_by_side.mp4, difference.png, difference.mp4, mask.png and
+    metrics.json; beside them settings.json at the start, report.html and report.json at the end. A file is complete or
+    absent at any time. A pair whose metrics.json stands is not made again by a resumed run, and a finished dense half
+    is not either.
 
     Args:
         config: what to generate; see `CompareConfig`.
@@ -70,6 +71,8 @@ def compare(
         overwrite: replace the comparison in `config.out`.
         progress: told after every step.
         command: the words of the command line, for the report.
+        dense_clips: folder that keeps the raw dense clips for later comparisons which differ in the sparse attention
+            alone; one that is there is not generated again, and its times are those of the run that made it.
 
     Returns:
         What report.json holds.
@@ -86,7 +89,7 @@ def compare(
         folders.check_same_settings(earlier, given, config.out)
     ready = prepare(config, pipe=pipe, attention=attention)
     config, layer = ready.config, _mask_layer(ready)
-    recorded = () if layer is None else (layer,)
+    recorded = _recorded_layers(ready, layer)
     ready = dataclasses.replace(ready, attention=dataclasses.replace(ready.attention, record_masks=recorded))
     place = environment(ready.pipe)
     settings = config.settings() | {
@@ -105,7 +108,7 @@ def compare(
         if earlier is not None and not resume:
             folders.clear(config.out, earlier, [*_FILES.values(), folders.RECORD])
         folders.start(config.out, settings, config.prompt, config.seed)
-        records = _make_pairs(ready, progress)
+        records = _make_pairs(ready, settings, progress, None if dense_clips is None else DenseClips(dense_clips))
         report = {
             "schema": COMPARE_SCHEMA,
             "created": now(),
@@ -124,7 +127,12 @@ def compare(
     return report
 
 
-def _make_pairs(ready: Prepared[CompareConfig], progress: ProgressCallback | None) -> list[dict[str, Any]]:
+def _make_pairs(
+    ready: Prepared[CompareConfig],
+    settings: Mapping[str, Any],
+    progress: ProgressCallback | None,
+    shared: DenseClips | None,
+) -> list[dict[str, Any]]:
     """Make every pair that is not there yet; return the records of all."""
     config = ready.config
     pairs = [(index, prompt, seed) for index, prompt in enumerate(config.prompt) for seed in config.seed]
@@ -135,23 +143,63 @@ def _make_pairs(ready: Prepared[CompareConfig], progress: ProgressCallback | Non
         teller = ItemProgress(progress, number, len(pairs), prompt, seed, config.steps or 0)
         record = folders.read_record(folder)
         if record is None:
-            record = _make_pair(ready, prompt, seed, folder, teller, perceptual)
+            folder.mkdir(exist_ok=True)
+            remove_parts(folder)
+            dense = _dense_clip(ready, settings, prompt, seed, folder / _FILES["dense_frames"], teller, shared)
+            record = _make_pair(ready, prompt, seed, folder, teller, perceptual, dense)
         records.append(record)
         teller.tell("sparse", "done", config.steps or 0)
     return records
 
 
-def _mask_layer(ready: Prepared[CompareConfig]) -> int | None:
-    """Return the layer whose mask is drawn: the one asked for, else the sparse one nearest to the middle, if any."""
+def _sparse_layers(ready: Prepared[CompareConfig]) -> list[int]:
     layers = int(transformer_of(ready.pipe).config.num_layers)
     dense = {layer % layers for layer in ready.attention.dense_layers}
-    sparse = [layer for layer in range(layers) if layer not in dense]
-    layer = ready.config.mask_layer
+    return [layer for layer in range(layers) if layer not in dense]
+
+
+def _recorded_layers(ready: Prepared[CompareConfig], layer: int | None) -> tuple[int, ...]:
+    """Return the layers whose masks are kept: that of the picture, and with `save_masks` others beside it."""
     if layer is None:
-        return min(sparse, key=lambda number: abs(number - layers // 2), default=None)
+        return ()
+    others = spread(_sparse_layers(ready), MAX_LAYERS - 1) if ready.config.save_masks else []
+    return tuple(sorted({layer, *others}))
+
+
+def _mask_layer(ready: Prepared[CompareConfig]) -> int | None:
+    """Return the layer whose mask is drawn: the one asked for, else the sparse one nearest to the middle, if any."""
+    sparse, layer = _sparse_layers(ready), ready.config.mask_layer
+    if layer is None:
+        middle = int(transformer_of(ready.pipe).config.num_layers) // 2
+        return min(sparse, key=lambda number: abs(number - middle), default=None)
     if layer not in sparse:
         raise UserInputError(f"mask_layer must be a sparse layer of the model, one of {sparse}, got {layer}")
     return layer
+
+
+def _dense_clip(
+    ready: Prepared[CompareConfig],
+    settings: Mapping[str, Any],
+    prompt: str,
+    seed: int,
+    checkpoint: Path,
+    teller: ItemProgress,
+    shared: DenseClips | None,
+) -> Clip:
+    """Return the dense clip: of an interrupted run, of an earlier comparison, or generated now."""
+    dense = read_clip(checkpoint)
+    if dense is not None:
+        return dense
+    if shared is not None:
+        dense = shared.get(settings, prompt, seed)
+    if dense is None:
+        on_step = teller.step_callback("dense")
+        dense = generate_clip(ready.pipe, ready.config, prompt=prompt, seed=seed, name="dense", on_step=on_step)
+        if shared is not None:
+            shared.put(settings, prompt, seed, dense)
+    if shared is None or ready.config.save_frames:
+        write_clip(checkpoint, dense)
+    return dense
 
 
 def _make_pair(
@@ -161,25 +209,28 @@ def _make_pair(
     folder: Path,
     teller: ItemProgress,
     perceptual: LoadedLpips | MetricResult,
+    dense: Clip,
 ) -> dict[str, Any]:
     from ..processors import apply_sparse_attention, recorded_masks, remove_sparse_attention, sparsity_summary
 
     config, pipe = ready.config, ready.pipe
-    folder.mkdir(exist_ok=True)
-    remove_parts(folder)
     paths = {name: folder / file for name, file in _FILES.items()}
-    dense = _read_checkpoint(paths["dense_frames"])
-    if dense is None:
-        on_step = teller.step_callback("dense")
-        dense = generate_clip(pipe, config, prompt=prompt, seed=seed, name="dense", on_step=on_step)
-        _write_checkpoint(paths["dense_frames"], dense)
     apply_sparse_attention(pipe, ready.attention)
     try:
-        on_step = teller.step_callback("sparse")
+        tell = teller.step_callback("sparse")
+        collector = MaskCollector(pipe, config.steps or 0)
+
+        def on_step(step: int) -> None:
+            if config.save_masks:
+                collector.after_step(step)
+            tell(step)
+
         sparse = generate_clip(pipe, config, prompt=prompt, seed=seed, name="sparse", on_step=on_step)
         sparsity = sparsity_summary(pipe).to_dict()
         ran_sparse = sparsity["density_sparse_steps"] is not None
-        mask = recorded_masks(pipe)[0] if ran_sparse and ready.attention.record_masks else None
+        mask = None
+        if ran_sparse and ready.attention.record_masks:
+            mask = next(found for found in recorded_masks(pipe) if _number(found.layer) == _mask_layer(ready))
     finally:
         remove_sparse_attention(pipe)
 
@@ -190,13 +241,14 @@ def _make_pair(
     else:
         metrics.append(perceptual)
     item = {"prompt": prompt, "seed": seed}
-    written = _write_pair(ready, item, paths, (dense, sparse), metrics, mask)
+    written, scale_end = _write_pair(ready, item, paths, (dense, sparse), metrics, mask, collector.result())
     seconds = {"dense": clip_seconds(dense), "sparse": clip_seconds(sparse)}
     record = {
         **item,
         "folder": folder.name,
         "files": {name: paths[name].name for name in written},
         "metrics": {metric.name: metric.to_dict() for metric in metrics},
+        "difference_scale_end": scale_end,
         "sparsity": sparsity,
         "seconds": seconds,
         "speed_up": speed_up(seconds["dense"], seconds["sparse"], sparsity["steps_dense"]),
@@ -215,8 +267,9 @@ def _write_pair(
     clips: tuple[Clip, Clip],
     metrics: Sequence[MetricResult],
     mask: RecordedMask | None,
-) -> list[str]:
-    """Write the files of one prompt and seed; return their keys in `_FILES`."""
+    masks: BlockMasks | None,
+) -> tuple[list[str], float]:
+    """Write the files of one prompt and seed; return their keys in `_FILES`, and the end of the difference scale."""
     config, (dense, sparse) = ready.config, clips
     assert config.fps is not None
     labels = ("dense", method_label(config, ready.attention))
@@ -230,14 +283,23 @@ def _write_pair(
         dense.frames, sparse.frames, title=title, labels=labels, psnr=by_name["psnr"], ssim=by_name["ssim"]
     )
     write_png(paths["difference"], picture)
-    written = ["dense", "sparse", "side_by_side", "difference"]
+    differences, scale_end = difference_clip(dense.frames, sparse.frames)
+    write_mp4(paths["difference_clip"], differences, fps=config.fps)
+    written = ["dense", "sparse", "side_by_side", "difference", "difference_clip"]
     if mask is not None:
         write_png(paths["mask"], _draw_mask(mask, title, labels[1]))
         written.append("mask")
+    if masks is not None:
+        write_masks(paths["masks"], masks)
+        written.append("masks")
     if config.save_frames:
         write_frames(paths["sparse_frames"], sparse.frames)
         written += ["dense_frames", "sparse_frames"]
-    return written
+    return written, scale_end
+
+
+def _number(layer: str) -> int:
+    return int(layer.rpartition(".")[2])
 
 
 def _draw_mask(mask: RecordedMask, title: str, label: str) -> Image.Image:
@@ -263,23 +325,3 @@ def _notes(sparsity: dict[str, Any]) -> list[str]:
         reasons = ", ".join(sparsity["dense_reasons"])
         return [f"all {sparsity['steps_total']} steps ran dense ({reasons}): both clips are the same computation"]
     return list(sparsity["notes"])
-
-
-def _write_checkpoint(path: Path, clip: Clip) -> None:
-    write_frames(path, clip.frames, total=clip.seconds_total, steps=clip.seconds_steps, decode=clip.seconds_decode)
-
-
-def _read_checkpoint(path: Path) -> Clip | None:
-    if not path.is_file():
-        return None
-    try:
-        with numpy.load(path) as values:
-            return Clip(
-                frames=torch.from_numpy(values["frames"]),
-                seconds_total=float(values["total"]),
-                seconds_steps=tuple(values["steps"].tolist()),
-                seconds_decode=float(values["decode"]),
-            )
-    except (BadZipFile, EOFError, KeyError, ValueError) as error:
-        logger.warning("%s is damaged (%s): the clip is made again", path, error)
-        return None

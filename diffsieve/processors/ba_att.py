@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import UserInputError
-from ..kernels.ba_att import CANDIDATE_ORDERS, CustomSelection, ba_attention, calibrate_orders
+from ..kernels.ba_att import CANDIDATE_ORDERS, BAAttInfo, CustomSelection, ba_attention, calibrate_orders
 from .calibration import FALLBACK_ORDER
 from .config import BAAttConfig
 from .families import Family, Grid
@@ -63,7 +63,7 @@ class BAAttProcessor:
         self._recall = torch.zeros(0)
         self._orders: torch.Tensor | None = None
         self._timer: StageTimer | None = None
-        self._mask: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._mask: BAAttInfo | None = None
         self._backend: str | None = None
         self._custom: CustomSelection | None = None
 
@@ -184,7 +184,7 @@ class BAAttProcessor:
         broken = ~attended.detach().sum(dtype=torch.float32).isfinite()
         self._counters.add_(torch.stack([*pairs, sparse, dense, broken.long()]).to(self._counters.device))
         if self._record:
-            self._mask = (info.block_index, info.block_count)
+            self._mask = info
         self._backend = info.backend
         return family.output(attn, attended.transpose(1, 2))
 

@@ -23,6 +23,8 @@ class RecordedMask:
         block_index: int32 (B, H, Nq, K), kept key blocks of each query block, ascending.
         block_count: int32 (B, H, Nq), valid entries of `block_index`, or None for all.
         num_blocks: N, blocks of the sequence.
+        query_order: int64 (L,) or (B, H, L), token at each place of the ordered queries; None for raster order.
+        key_order: The same for the keys, (L,) or (B, Hkv, L).
     """
 
     layer: str
@@ -32,11 +34,26 @@ class RecordedMask:
     block_index: torch.Tensor
     block_count: torch.Tensor | None
     num_blocks: int
+    query_order: torch.Tensor | None
+    key_order: torch.Tensor | None
 
     def matrix(self, head: int, batch: int = 0) -> torch.Tensor:
         """Return the mask of one head: bool (Nq, N) on the CPU, True where the pair of blocks was computed."""
         count = None if self.block_count is None else self.block_count[batch, head]
         return block_mask(self.block_index[batch, head], count, self.num_blocks).cpu()
+
+    def token_blocks(self, head: int, batch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block of each token as a query and as a key: int64 (L,) each, in raster order, on the CPU."""
+        return self._blocks(self.query_order, head, batch), self._blocks(self.key_order, head, batch)
+
+    def _blocks(self, order: torch.Tensor | None, head: int, batch: int) -> torch.Tensor:
+        frames, height, width = self.grid_thw
+        blocks = torch.arange(frames * height * width) // self.block_size
+        if order is None:
+            return blocks
+        if order.dim() > 1:  # grouped heads share their keys
+            order = order[batch, head * order.shape[1] // len(self.orders)]
+        return torch.empty_like(blocks).scatter_(0, order.cpu(), blocks)
 
 
 def recorded_masks(pipeline_or_transformer: Any) -> list[RecordedMask]:
@@ -59,9 +76,11 @@ def recorded_masks(pipeline_or_transformer: Any) -> list[RecordedMask]:
                     orders=orders[layer.name],
                     grid_thw=grid,
                     block_size=size,
-                    block_index=kept[0],
-                    block_count=kept[1],
+                    block_index=kept.block_index,
+                    block_count=kept.block_count,
                     num_blocks=-(-grid[0] * grid[1] * grid[2] // size),
+                    query_order=kept.query_order,
+                    key_order=kept.key_order,
                 )
             )
     if not masks:

@@ -65,7 +65,7 @@ def test_compare_prints_a_table_and_where_the_files_lie(model, tmp_path, capsys)
     ):
         assert word in output.out, word
     listed = [line.strip() for line in output.out.splitlines() if line.startswith("  0") or "report.json" in line]
-    assert len(listed) == 11
+    assert len(listed) == 13
     assert all((out / name).is_file() for name in listed)
     assert "2/2 seed 0 sparse: 3 steps" in output.err
 

@@ -18,7 +18,9 @@ from diffsieve.eval import psnr, ssim
 from diffsieve.processors import BAAttConfig, apply_sparse_attention
 from tests.tiny import wan_image_pipeline, wan_pipeline
 
-FILES = {"dense.mp4", "sparse.mp4", "side_by_side.mp4", "difference.png", "mask.png", "metrics.json"}
+FILES = {"dense.mp4", "sparse.mp4", "side_by_side.mp4", "difference.mp4", "difference.png", "mask.png"} | {
+    "metrics.json"
+}
 
 
 def files_of(folder):
@@ -81,7 +83,8 @@ def test_a_comparison_writes_what_it_says(pipe, small):
     assert report["environment"]["dtype"] == report["environment"]["vae_dtype"] == "float32"
     assert report["command"] == ["diffsieve", "compare"]
 
-    for video, size in (("dense", (32, 16)), ("sparse", (32, 16)), ("side_by_side", None)):
+    sizes = {"dense": (32, 16), "sparse": (32, 16), "difference": (32, 16), "side_by_side": None}
+    for video, size in sizes.items():
         frames, _ = imageio_ffmpeg.count_frames_and_secs(str(folder / f"{video}.mp4"))
         meta = next(imageio_ffmpeg.read_frames(str(folder / f"{video}.mp4")))
         assert frames == 9
@@ -91,6 +94,29 @@ def test_a_comparison_writes_what_it_says(pipe, small):
             image.load()
             assert min(image.size) > 200
     assert pipe.transformer.attn_processors == processors, "the pipeline must be given back as it came"
+
+
+def test_the_dense_clip_is_shared_by_comparisons_that_differ_in_the_sparse_attention_alone(pipe, small, tmp_path):
+    seen = []
+    shared = tmp_path / "dense"
+
+    def run(out, **changes):
+        seen.clear()
+        return compare(small(out=tmp_path / out, **changes), pipe=pipe, progress=seen.append, dense_clips=shared)
+
+    first = run("a")
+    assert {report.run for report in seen} == {"dense", "sparse"}
+    second = run("b", sparsity=0.8, warmup=2, block_size=6)
+    assert {report.run for report in seen} == {"sparse"}
+    assert second["clips"][0]["seconds"]["dense"] == first["clips"][0]["seconds"]["dense"]
+    assert second["clips"][0]["metrics"]["psnr"]["mean"] != first["clips"][0]["metrics"]["psnr"]["mean"]
+    assert "dense_frames.npz" not in {path.name for path in (tmp_path / "b").rglob("*")}
+    alone = compare(small(out=tmp_path / "alone", sparsity=0.8, warmup=2, block_size=6), pipe=pipe)
+    assert alone["clips"][0]["metrics"] == second["clips"][0]["metrics"]
+    for number, changes in enumerate(({"seed": (1,)}, {"steps": 3}, {"width": 48}, {"prompt": ("a dog",)})):
+        run(f"other{number}", **changes)
+        assert {report.run for report in seen} == {"dense", "sparse"}, changes
+    assert len(list(shared.iterdir())) == 5
 
 
 def test_both_runs_start_from_the_same_noise(pipe, small):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from diffsieve import BAAttConfig, UserInputError, apply_sparse_attention
+from diffsieve.kernels.orders import hilbert_order
 from diffsieve.processors import recorded_masks
 from tests import tiny
 
@@ -44,3 +45,23 @@ def test_nothing_recorded(options):
     tiny.generate(pipe, steps=2)
     with pytest.raises(UserInputError, match="record_masks"):
         recorded_masks(pipe)
+
+
+@pytest.mark.parametrize("order", ["raster", "hilbert", "norm_sort"])
+def test_the_blocks_of_the_tokens_follow_the_order(order):
+    pipe = tiny.wan_pipeline()
+    apply_sparse_attention(pipe, _config(order=order))
+    tiny.generate(pipe)
+    mask = recorded_masks(pipe)[0]
+    for head in range(tiny.HEADS):
+        query, key = mask.token_blocks(head)
+        assert query.bincount().tolist() == key.bincount().tolist() == [8] * 6
+        if order == "raster":
+            assert query.tolist() == [token // 8 for token in range(tiny.TOKENS)]
+        if order == "hilbert":
+            assert query.equal(key)
+            assert query[hilbert_order(tiny.GRID)].tolist() == [place // 8 for place in range(tiny.TOKENS)]
+        if order == "norm_sort":  # queries and keys sort by their own norms
+            assert not query.equal(key)
+            places = mask.query_order[0, head].tolist()
+            assert [query[token].item() for token in places] == [place // 8 for place in range(tiny.TOKENS)]

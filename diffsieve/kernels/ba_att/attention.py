@@ -15,7 +15,7 @@ from diffsieve.errors import UserInputError
 
 from ..block_sparse import MAX_BLOCK_SIZE, block_sparse_attention, choose_backend
 from .custom import CustomSelection
-from .ordering import Grid, Orders, gather_tokens, token_orders, undo_order
+from .ordering import Grid, Orders, TokenOrders, gather_tokens, token_orders, undo_order
 from .scores import score_blocks
 from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p
 from .statistics import BlockStatistics, block_means, block_statistics
@@ -37,6 +37,8 @@ class BAAttInfo(NamedTuple):
         kept_token_pairs: pairs of (query, key) computed.
         total_token_pairs: all such pairs.
         backend: name of the attention backend that ran.
+        query_order: int64 (L,) or (B, H, L), video token at each place of the ordered queries; `None` for raster order.
+        key_order: the same for the keys, (L,) or (B, Hkv, L).
     """
 
     block_index: torch.Tensor
@@ -46,6 +48,8 @@ class BAAttInfo(NamedTuple):
     kept_token_pairs: torch.Tensor
     total_token_pairs: torch.Tensor
     backend: str
+    query_order: torch.Tensor | None
+    key_order: torch.Tensor | None
 
 
 def ba_attention(
@@ -199,7 +203,9 @@ def ba_attention(
     if not return_info:
         return out
     chosen = choose_backend(q, k, block_size=block_size, backend=backend).name
-    return out, _info(block_index, block_count, query_stats, key_stats, query.shape, num_text, block_size, chosen)
+    return out, _info(
+        block_index, block_count, query_stats, key_stats, query.shape, num_text, block_size, chosen, order
+    )
 
 
 def _video_budget(density: float, key_stats: BlockStatistics, num_text: int, block_size: int) -> int:
@@ -289,6 +295,7 @@ def _info(
     num_text: int,
     block_size: int,
     backend: str,
+    order: TokenOrders,
 ) -> BAAttInfo:
     batch, heads, length, _ = shape
     num_query, num_key, most = block_index.shape[2], key_stats.size.shape[0], block_index.shape[-1]
@@ -309,6 +316,8 @@ def _info(
         kept_token_pairs=kept_tokens,
         total_token_pairs=torch.full_like(kept_pairs, batch * heads * length * length),
         backend=backend,
+        query_order=order.query,
+        key_order=order.key,
     )
 
 
