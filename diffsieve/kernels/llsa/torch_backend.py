@@ -87,15 +87,13 @@ def enriched_attention_torch(
     peak = q.new_full(q.shape[:2], -torch.inf)
     total = q.new_zeros(q.shape[:2])
     for chunk in plan.chunks(floats_per_key=2):
-        b_q = chunk.of(q)
-        logits = chunk.logits(b_q, scale)  # [C, R, n]
         b_out, b_peak, b_total = chunk.of(out), chunk.of(peak), chunk.of(total)
+        part, part_peak, part_total = chunk.attend(chunk.of(q), scale)
         # The raw tokens come first, and each query keeps one: the peak is finite from then on.
-        new_peak = torch.maximum(b_peak, logits.amax(dim=-1))
-        weights = logits.sub_(new_peak[..., None]).exp_()
-        shrink = (b_peak - new_peak).exp_()
-        chunk.put(total, b_total * shrink + weights.sum(dim=-1))
-        chunk.put(out, torch.baddbmm(b_out * shrink[..., None], weights, chunk.value))
+        new_peak = torch.maximum(b_peak, part_peak)
+        shrink, grow = (b_peak - new_peak).exp_(), (part_peak - new_peak).exp_()
+        chunk.put(total, torch.addcmul(b_total * shrink, part_total, grow))
+        chunk.put(out, torch.addcmul(b_out * shrink[..., None], part, grow[..., None]))
         chunk.put(peak, new_peak)
     result = torch.empty_like(query)
     length = query.shape[2]
@@ -164,6 +162,33 @@ class _Chunk(NamedTuple):
 
     def put(self, x: Tensor, part: Tensor) -> None:
         self.of(x).copy_(part)
+
+    def attend(self, b_q: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums of the chunk's queries `(C, R, D)`: of weighted values, relative to a logit `(C, R)`, and of weights."""
+        if b_q.is_cpu:
+            return self._attend_on_cpu(b_q, scale)
+        logits = self.logits(b_q, scale)  # [C, R, n]
+        # A row of a pooled level can have no keys in disjoint mode: a finite peak makes its weights 0.
+        peak = logits.amax(dim=-1).clamp(min=torch.finfo(logits.dtype).min)
+        weights = logits.sub_(peak[..., None]).exp_()
+        return torch.bmm(weights, self.value), peak, weights.sum(dim=-1)
+
+    def _attend_on_cpu(self, b_q: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        # What scaled_dot_product_attention calls on a CPU, taken directly for its log-sum-exp. One pass of all threads
+        # instead of eight: on a CPU that is busy with other work that decides.
+        bias = self.bias
+        if bias.ndim == 4:  # by row of a head: the same for each query of the row
+            bias = bias.expand(-1, -1, self.row, -1).flatten(1, 2)
+        elif bias.ndim == 1:
+            bias = bias[None, None]
+        mask = bias.expand(b_q.shape[0], -1, -1)[:, None] if bool(bias.any()) else None
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            b_q[:, None], self.key[:, None], self.value[:, None], attn_mask=mask, scale=scale
+        )
+        out, lse = out[:, 0], lse[:, 0]
+        if mask is not None:  # a row without keys, of a pooled level in disjoint mode, comes back with 0
+            lse = lse.masked_fill(mask[:, 0].isneginf().all(dim=-1), -torch.inf)
+        return out, lse, torch.ones_like(lse)
 
     def logits(self, b_q: Tensor, scale: float) -> Tensor:
         if self.heads is None:
