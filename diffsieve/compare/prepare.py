@@ -10,7 +10,7 @@ import torch
 
 from ..errors import UserInputError
 from ..pipelines.defaults import check_clip_size, generation_defaults
-from ..pipelines.loading import load_pipeline, resolve_device, resolve_dtype
+from ..pipelines.loading import load_pipeline, model_name, resolve_device, resolve_dtype
 from .config import DENSE, RunConfig
 from .methods import METHODS
 from .report import dtype_name
@@ -41,7 +41,7 @@ def resolve_place(config: Config, pipe: Any | None) -> Config:
         raise UserInputError(f"device must be {device.type}, where the given pipeline is, got {config.device}")
     if config.dtype is not None and _name(resolve_dtype(config.dtype, device)) != dtype:
         raise UserInputError(f"dtype must be {dtype}, that of the given pipeline, got {config.dtype}")
-    return dataclasses.replace(config, device=str(device), dtype=dtype, model=pipe.name_or_path or type(pipe).__name__)
+    return dataclasses.replace(config, device=str(device), dtype=dtype, model=model_name(pipe))
 
 
 def prepare(config: Config, *, pipe: Any | None, attention: Any | None) -> Prepared[Config]:

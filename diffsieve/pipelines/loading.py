@@ -101,6 +101,16 @@ def model_source(model: str) -> Path | str:
     return model
 
 
+def model_name(pipe: Any) -> str:
+    """Return what to call the model of a loaded pipeline: "mini-wan", a hub id, the name of a folder, else the class."""
+    source = str(pipe.name_or_path or "")
+    if source == str(MINI_WAN_FOLDER):
+        return MINI_WAN
+    if source and Path(source).is_dir():
+        return Path(source).resolve().name
+    return source or type(pipe).__name__
+
+
 def resolve_device(device: str | torch.device | None) -> torch.device:
     """Return the device to use; `None` picks CUDA where there is one, else the CPU.
 

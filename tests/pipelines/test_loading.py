@@ -11,7 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from diffsieve.errors import UserInputError
 from diffsieve.pipelines import loading
-from diffsieve.pipelines.loading import load_pipeline, model_source, resolve_device, resolve_dtype, weights_digest
+from diffsieve.pipelines.loading import (
+    load_pipeline,
+    model_name,
+    model_source,
+    resolve_device,
+    resolve_dtype,
+    weights_digest,
+)
 from tests.tiny import wan_pipeline
 
 
@@ -32,6 +39,12 @@ def test_a_folder_loads_with_the_vae_in_float32(folder, dtype, expected):
     assert pipe.text_encoder.dtype == expected
     assert pipe.vae.dtype == torch.float32
     assert pipe.device == torch.device("cpu")
+
+
+def test_the_name_of_a_loaded_model_has_no_path(folder):
+    assert model_name(load_pipeline(str(folder), device="cpu")) == "tiny"
+    assert model_name(wan_pipeline(layers=1)) == "WanPipeline"
+    assert model_name(load_pipeline("mini-wan", device="cpu")) == "mini-wan"
 
 
 def test_pickled_weights_are_not_read(folder, tmp_path):

@@ -1,0 +1,232 @@
+"""What the page and its programming interface do, as plain functions: no Gradio here."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from ..compare import METHODS, CompareConfig, compare
+from ..compare.attention_picture import AttentionLayout, attention_picture
+from ..compare.canvas import enlarge, magnification, to_image
+from ..compare.files import write_png
+from ..compare.mask_file import BlockMasks, read_masks
+from ..compare.mask_picture import mask_picture
+from ..compare.report import environment
+from ..eval.clips import open_clip
+from .errors import AppError
+from .jobs import Follow, Jobs, Tell
+from .limits import Limits, Request, check_request, check_sweep, whole
+from .models import LoadedModel, Shelf
+from .store import POSTER, Run, Store, run_digest
+
+logger = logging.getLogger(__name__)
+
+_POSTER_WIDTH = 256
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a query looked.
+
+    Args:
+        picture: the frames with the tokens that it attended to.
+        layout: where the frames lie in the picture.
+        token: (frame, row, column) of the query in the token grid.
+        attended: tokens that it attended to.
+        tokens: tokens in all.
+    """
+
+    picture: Image.Image
+    layout: AttentionLayout
+    token: tuple[int, int, int]
+    attended: int
+    tokens: int
+
+
+class Handlers:
+    """Everything that a client can ask for.
+
+    Args:
+        shelf: the models.
+        store: the finished runs, opened.
+        limits: bounds of a request.
+    """
+
+    def __init__(self, shelf: Shelf, store: Store, limits: Limits) -> None:
+        self.shelf, self.store, self.limits = shelf, store, limits
+        self.jobs = Jobs()
+
+    def compare(self, request: Request, *, owner: str, tell: Tell) -> Run:
+        """Return the comparison that a client asks for: a finished one of the same settings, else a new one.
+
+        Args:
+            request: as the client sent it.
+            owner: session of the client, which may cancel.
+            tell: progress.
+
+        Raises:
+            DiffsieveError: a value is out of its range, the run was cancelled, or it failed.
+        """
+        config = check_request(request, self.limits, self.shelf.names)
+        with self.jobs.run(owner) as job:
+            return self._run(config, Follow(job, tell))
+
+    def sweep(self, request: Request, sparsities: Any, *, owner: str, tell: Tell) -> list[Run]:
+        """Return one comparison for each sparsity, ascending; the dense clip is generated once.
+
+        Args:
+            request: the rest of the settings.
+            sparsities: shares of block pairs skipped.
+            owner: session of the client.
+            tell: progress.
+        """
+        values = check_sweep(sparsities, self.limits)
+        configs = [
+            check_request(dataclasses.replace(request, sparsity=value), self.limits, self.shelf.names)
+            for value in values
+        ]
+        with self.jobs.run(owner) as job:
+            return [self._run(c, Follow(job, tell, number, len(configs))) for number, c in enumerate(configs)]
+
+    def load(self, name: Any, *, owner: str) -> LoadedModel:
+        """Return a model with its defaults, loading it the first time."""
+        if not isinstance(name, str):
+            raise AppError("model must be a text")
+        with self.jobs.run(owner):
+            return self.shelf.get(name)
+
+    def cancel(self, owner: str) -> int:
+        """Cancel what a session runs or waits for; return how many jobs that were."""
+        return self.jobs.cancel(owner)
+
+    def runs(self) -> list[Run]:
+        """Return the finished runs, the newest first, the examples last."""
+        return self.store.runs()
+
+    def pair(self, first: Any, second: Any) -> tuple[Run, Run]:
+        """Return two runs to set against each other.
+
+        Raises:
+            AppError: one is missing, or their clips have another size.
+        """
+        runs = self.store.find(first), self.store.find(second)
+        sizes = [tuple(run.report["settings"][name] for name in ("frames", "height", "width")) for run in runs]
+        if sizes[0] != sizes[1]:
+            shown = [f"{frames} frames of {width} x {height}" for frames, height, width in sizes]
+            raise AppError(f"both runs must have clips of one size, got {shown[0]} and {shown[1]}")
+        return runs
+
+    def masks(self, run_id: Any) -> BlockMasks:
+        """Return the block masks of a run.
+
+        Raises:
+            AppError: no such run, or one without block masks; the message says why.
+        """
+        run = self.store.find(run_id)
+        path = run.file("masks")
+        if path is None:
+            method = run.report["settings"]["method"]
+            if "density_sparse_steps" in run.clip["sparsity"] and run.clip["sparsity"]["density_sparse_steps"] is None:
+                raise AppError("every step of this run was dense, so there is no block mask")
+            raise AppError(f"{METHODS[method].label} has no block mask to show")
+        return _masks(str(path), path.stat().st_mtime_ns)
+
+    def mask_view(self, run_id: Any, layer: Any, step: Any, head: Any) -> Image.Image:
+        """Return the picture of the block mask of one layer, step and head."""
+        masks = self.masks(run_id)
+        step, head = whole("step", step, 0, 10**6), whole("head", head, 0, masks.heads - 1)
+        bits = masks.mask(str(layer), step, head)
+        order = masks.orders_of(str(layer), step)[head]
+        rows, columns = bits.shape
+        return mask_picture(
+            torch.from_numpy(bits)[None],
+            title=f"{_layer_name(str(layer))}, step {step + 1}, head {head}",
+            notes=(f"{rows} x {columns} blocks of {masks.block_size} tokens", f"numbered in {order} order"),
+        )
+
+    def spot_view(self, run_id: Any, layer: Any, step: Any, head: Any, token: Sequence[Any]) -> Spot:
+        """Return where the query of one token looked.
+
+        Args:
+            run_id: a run.
+            layer: one of the recorded layers.
+            step: one of the recorded steps, from 0.
+            head: from 0.
+            token: (frame, row, column) in the token grid.
+        """
+        masks = self.masks(run_id)
+        step, head = whole("step", step, 0, 10**6), whole("head", head, 0, masks.heads - 1)
+        frame, row, column = (
+            whole(name, value, 0, size - 1)
+            for name, value, size in zip(("frame", "row", "column"), token, masks.grid_thw, strict=True)
+        )
+        attended = masks.attended(str(layer), step, head, (frame, row, column))
+        clip = self.store.find(run_id).file("sparse")
+        assert clip is not None
+        frames = _frames(str(clip), clip.stat().st_mtime_ns)
+        layout = AttentionLayout.of(masks.grid_thw, (frames.shape[-2], frames.shape[-1]), frame)
+        picture = attention_picture(frames, attended, (frame, row, column), layout)
+        return Spot(picture, layout, (frame, row, column), int(attended.sum()), attended.size)
+
+    def _run(self, config: CompareConfig, follow: Follow) -> Run:
+        model = self.shelf.get(config.model)
+        config = config.filled(model.defaults)
+        run_id = self._digest(config, model)
+        earlier = self.store.get(run_id)
+        if earlier is not None:
+            return earlier
+        self.store.clean()
+        with self.store.new_run(run_id) as work:
+            report = compare(
+                dataclasses.replace(config, out=work),
+                pipe=model.pipe,
+                progress=follow,
+                dense_clips=self.store.dense_clips,
+            )
+            write_poster(work, report["clips"][0])
+        return self.store.find(run_id)
+
+    @staticmethod
+    def _digest(config: CompareConfig, model: LoadedModel) -> str:
+        place = environment(model.pipe)
+        settings = config.settings() | {
+            "prompt": list(config.prompt),
+            "seed": list(config.seed),
+            "weights": model.weights,
+            "environment": {key: place[key] for key in ("versions", "device_name", "dtype", "vae_dtype")},
+        }
+        return run_digest(settings)
+
+
+def write_poster(folder: Path, clip: Any) -> None:
+    """Write the middle frame of the sparse clip as a small picture for the gallery."""
+    frames = list(open_clip(folder / clip["folder"] / clip["files"]["sparse"]).frames())
+    frame = to_image(frames[len(frames) // 2])
+    image = enlarge(frame, magnification(frame.width, _POSTER_WIDTH)) if frame.width < _POSTER_WIDTH else frame
+    image.thumbnail((_POSTER_WIDTH, _POSTER_WIDTH))
+    write_png(folder / POSTER, image)
+
+
+def _layer_name(layer: str) -> str:
+    """Return "layer 3" for "transformer.blocks.3", with the transformer where a pipeline has two."""
+    head, _, number = layer.rpartition(".")
+    return f"layer {number}" + (", second transformer" if head.startswith("transformer_2") else "")
+
+
+@lru_cache(maxsize=2)
+def _masks(path: str, changed: int) -> BlockMasks:
+    return read_masks(Path(path))
+
+
+@lru_cache(maxsize=2)
+def _frames(path: str, changed: int) -> torch.Tensor:
+    """Return the frames of a video file: (T, 3, H, W) uint8."""
+    return torch.stack(list(open_clip(Path(path)).frames()))

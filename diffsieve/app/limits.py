@@ -1,0 +1,197 @@
+"""What a client may ask for. All is checked here, whatever the page allowed: any program can call the server."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..compare import METHODS, CompareConfig
+from ..errors import UserInputError
+
+PRESETS = ("default", "paper")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one request.
+
+    Args:
+        prompt: characters of the prompt and of the negative prompt.
+        steps: denoising steps.
+        frames: of a clip.
+        side: pixels of height and width.
+        pixels: frames times height times width: what one request may cost in memory and time.
+        sweep: sparsities of one sweep.
+    """
+
+    prompt: int = 1000
+    steps: int = 100
+    frames: int = 129
+    side: int = 1280
+    pixels: int = 81 * 720 * 1280
+    sweep: int = 6
+
+    @classmethod
+    def for_device(cls, device_type: str) -> Limits:
+        """Return the limits for "cpu", "cuda" or "mps"; on a CPU a clip may have 24 megapixels over all frames."""
+        return cls(pixels=24_000_000) if device_type == "cpu" else cls()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one comparison is asked to be; the values are as a client sent them and may be of any type.
+
+    Args:
+        model: a name that the server offers.
+        prompt: text.
+        negative_prompt: text, may be empty.
+        method: of `METHODS`.
+        preset: of BA-Att.
+        sparsity: share of block pairs skipped.
+        warmup: dense steps at the start.
+        steps: denoising steps.
+        frames: of the clip.
+        width: pixels.
+        height: pixels.
+        seed: start value of the noise.
+        guidance: classifier-free guidance.
+        block_size: tokens of a block.
+        min_tokens: shorter sequences run dense; `None` leaves it to the method.
+    """
+
+    model: Any
+    prompt: Any
+    negative_prompt: Any
+    method: Any
+    preset: Any
+    sparsity: Any
+    warmup: Any
+    steps: Any
+    frames: Any
+    width: Any
+    height: Any
+    seed: Any
+    guidance: Any
+    block_size: Any = 128
+    min_tokens: Any = None
+
+
+def check_request(request: Request, limits: Limits, models: Sequence[str]) -> CompareConfig:
+    """Turn a request into the configuration of a comparison.
+
+    Args:
+        request: as it came.
+        limits: of this server.
+        models: names that may be asked for.
+
+    Returns:
+        A configuration whose `out` is still to be set.
+
+    Raises:
+        UserInputError: names the first field that is out of its range, the range, and what came.
+    """
+    model = _choice("model", request.model, models)
+    prompt = _text("prompt", request.prompt, limits.prompt)
+    if not prompt:
+        raise UserInputError("prompt must not be empty")
+    negative = _text("negative prompt", request.negative_prompt, limits.prompt)
+    method = _choice("method", request.method, list(METHODS))
+    steps = whole("steps", request.steps, 1, limits.steps)
+    warmup = whole("warm-up steps", request.warmup, 0, limits.steps)
+    if warmup > steps:
+        raise UserInputError(f"warm-up steps must be at most the number of steps, {steps}, got {warmup}")
+    frames = whole("frames", request.frames, 1, limits.frames)
+    width, height = (_side(name, getattr(request, name), limits.side) for name in ("width", "height"))
+    if frames * width * height > limits.pixels:
+        raise UserInputError(
+            f"frames x width x height must be at most {limits.pixels:,} pixels on this server, "
+            f"got {frames} x {width} x {height} = {frames * width * height:,}"
+        )
+    return CompareConfig(
+        model=model,
+        prompt=(prompt,),
+        negative_prompt=negative or None,
+        method=method,
+        preset=_choice("preset", request.preset, PRESETS),
+        sparsity=number("sparsity", request.sparsity, 0.0, 0.99),
+        warmup=warmup,
+        steps=steps,
+        frames=frames,
+        width=width,
+        height=height,
+        seed=(whole("seed", request.seed, 0, 2**31 - 1),),
+        guidance_scale=number("guidance", request.guidance, 0.0, 30.0),
+        block_size=whole("block size", request.block_size, 4, 1024),
+        min_tokens=None if request.min_tokens in (None, "") else whole("min tokens", request.min_tokens, 0, 10**7),
+        save_masks=True,
+        out=Path("-"),
+    )
+
+
+def check_sweep(values: Any, limits: Limits) -> list[float]:
+    """Return the sparsities of a sweep, ascending, each once.
+
+    Raises:
+        UserInputError: none, too many, or one that is out of range.
+    """
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise UserInputError(f"sparsities must be a list of numbers, got {shown(values)}")
+    if not 1 <= len(values) <= limits.sweep:
+        raise UserInputError(f"sparsities must hold 1 to {limits.sweep} numbers, got {len(values)}")
+    return sorted({number("sparsity", value, 0.0, 0.99) for value in values})
+
+
+def whole(name: str, value: Any, low: int, high: int) -> int:
+    """Return a whole number in [low, high]; JSON has one kind of number, so 14.0 counts as 14."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or value != value
+        or value in (math.inf, -math.inf)
+    ):
+        raise UserInputError(f"{name} must be a whole number from {low:,} to {high:,}, got {shown(value)}")
+    if int(value) != value or not low <= value <= high:
+        raise UserInputError(f"{name} must be a whole number from {low:,} to {high:,}, got {shown(value)}")
+    return int(value)
+
+
+def number(name: str, value: Any, low: float, high: float) -> float:
+    """Return a number in [low, high], rounded to six decimals."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise UserInputError(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
+    return round(float(value), 6)
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message, shortened."""
+    text = str(value) if isinstance(value, int | float) else repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _side(name: str, value: Any, most: int) -> int:
+    pixels = whole(name, value, 16, most)
+    if pixels % 16:
+        raise UserInputError(f"{name} must be a multiple of 16 pixels, got {pixels}")
+    return pixels
+
+
+def _choice(name: str, value: Any, known: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in known:
+        raise UserInputError(f"{name} must be one of {', '.join(known)}, got {shown(value)}")
+    return value
+
+
+def _text(name: str, value: Any, most: int) -> str:
+    """Return a text without control characters and outer spaces."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserInputError(f"{name} must be a text, got {shown(value)}")
+    if len(value) > most:
+        raise UserInputError(f"{name} must have at most {most:,} characters, got {len(value):,}")
+    kept = (" " if character.isspace() else character for character in value)
+    return "".join(character for character in kept if unicodedata.category(character)[0] != "C").strip()

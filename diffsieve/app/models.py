@@ -1,0 +1,98 @@
+"""The models that the page offers: fixed when the server starts, loaded once, shared by all who use it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserInputError
+from ..pipelines.defaults import MINI_WAN, GenerationDefaults, generation_defaults
+from ..pipelines.loading import load_pipeline, model_source, weights_digest
+
+# Models that ship in the package, first the one that the page starts with. The list that the page offers begins with
+# those whose weights are installed. A new embedded model joins here.
+EMBEDDED = (MINI_WAN,)
+
+
+def offered_models(extra: Sequence[str] = ()) -> dict[str, str]:
+    """Return the models by the name that the page shows: the embedded ones, then those named at the start.
+
+    Args:
+        extra: folders in diffusers format, or hub ids. A folder is shown by its own name alone.
+
+    Raises:
+        UserInputError: no such model, two of the same name, or none at all.
+    """
+    models: dict[str, str] = {}
+    for name in EMBEDDED:
+        try:
+            model_source(name)
+        except UserInputError:
+            continue
+        models[name] = name
+    for model in extra:
+        model_source(model)
+        if model in models:
+            continue
+        folder = Path(model).expanduser()
+        name = folder.resolve().name if folder.is_dir() else model
+        if name in models:
+            raise UserInputError(f"model names must differ, got two called {name}")
+        models[name] = model
+    if not models:
+        raise UserInputError("no model is installed: name one with --model")
+    return models
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A pipeline, what it is run with by default, and the digest of its weights."""
+
+    name: str
+    pipe: Any
+    defaults: GenerationDefaults
+    weights: str
+
+
+class Shelf:
+    """Loads each model when it is first asked for, and keeps it.
+
+    Args:
+        models: source by name, see `offered_models`.
+        device: see `load_pipeline`.
+        dtype: see `load_pipeline`.
+        load: for tests.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, str],
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        load: Callable[..., Any] = load_pipeline,
+    ) -> None:
+        self._models, self._device, self._dtype, self._load = dict(models), device, dtype, load
+        self._loaded: dict[str, LoadedModel] = {}
+        self._guard = threading.Lock()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._models)
+
+    def get(self, name: str) -> LoadedModel:
+        """Return a model, loading it the first time.
+
+        Raises:
+            UserInputError: a name that is not offered, or weights that cannot be read.
+        """
+        if name not in self._models:
+            raise UserInputError(f"model must be one of {', '.join(self._models)}, got {name!r}")
+        with self._guard:
+            if name not in self._loaded:
+                pipe = self._load(self._models[name], device=self._device, dtype=self._dtype)
+                self._loaded[name] = LoadedModel(name, pipe, generation_defaults(pipe), weights_digest(pipe))
+            return self._loaded[name]

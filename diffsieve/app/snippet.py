@@ -1,0 +1,49 @@
+"""The Python lines that do what the page did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Arguments of a comparison in the order in which people read them, with the default that may be left out.
+_FIELDS = (
+    "method",
+    "preset",
+    "sparsity",
+    "topk",
+    "warmup",
+    "block_size",
+    "min_tokens",
+    "steps",
+    "frames",
+    "height",
+    "width",
+    "guidance_scale",
+    "negative_prompt",
+)
+
+
+def python_lines(report: Mapping[str, Any]) -> str:
+    """Return a script that repeats a comparison.
+
+    Args:
+        report: what report.json holds.
+    """
+    settings = report["settings"]
+    lines = [f"    model={settings['model']!r},", f"    prompt={tuple(report['prompt'])!r},"]
+    lines += [f"    {name}={settings[name]!r}," for name in _FIELDS if settings.get(name) is not None]
+    lines += [f"    seed={tuple(report['seed'])!r},", '    out=Path("outputs/compare"),']
+    return "\n".join(
+        [
+            "from pathlib import Path",
+            "",
+            "from diffsieve.compare import CompareConfig, compare",
+            "",
+            "config = CompareConfig(",
+            *lines,
+            ")",
+            "report = compare(config)",
+            'print(report["summary"]["psnr"]["mean"], "dB")',
+            "",
+        ]
+    )

@@ -1,0 +1,255 @@
+"""Runs as HTML: every text of a user or a file is escaped here, and every figure has its unit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ..compare.charts import Series, line_chart
+from ..compare.methods import METHODS
+from ..compare.page import frame_charts, metric_text, metric_title
+from .errors import without_paths
+from .jobs import duration
+from .store import Run
+
+_METRICS = {
+    "psnr": "pixel error on a log scale, mean over frames; 100 dB means identical",
+    "psnr_from_mean_mse": "the same of the error over the whole clip; never above the line before",
+    "ssim": "likeness of local structure, 1 means identical",
+    "ms_ssim": "the same over five sizes",
+}
+_LPIPS = "distance that a network trained on human judgements sees, 0 means identical"
+_KEEP_SHORT = 90
+
+
+def metrics_table(runs: Sequence[tuple[str, Run]]) -> str:
+    """Return the metrics of one or more runs against their dense clips.
+
+    Args:
+        runs: heading and run of each column.
+    """
+    names = list(dict.fromkeys(name for _, run in runs for name in run.clip["metrics"]))
+    headings = ["metric", *(heading for heading, _ in runs), "unit", "better", "what it is"]
+    rows = []
+    for name in names:
+        results = [run.clip["metrics"].get(name) for _, run in runs]
+        known = next(result for result in results if result is not None)
+        cells = [_value(name, result) for result in results]
+        better = "higher" if known["direction"] == "higher" else "lower"
+        meaning = _METRICS.get(name, _LPIPS if name.startswith("lpips") else "")
+        rows.append([metric_title(name), *cells, known["unit"] or "no unit", better, meaning])
+    return _table("Distance from the dense clip, on raw frames", headings, rows, numbers=len(runs))
+
+
+def cost_table(runs: Sequence[tuple[str, Run]]) -> str:
+    """Return the measured densities and times of one or more runs."""
+    rows: list[list[str]] = []
+
+    def add(name: str, values: Sequence[str], unit: str, meaning: str) -> None:
+        rows.append([name, *values, unit, meaning])
+
+    clips = [run.clip for _, run in runs]
+    add("density, whole run", [_share(clip["sparsity"]["density_overall"]) for clip in clips], "%",
+        "block pairs computed of all, warm-up and dense layers included; measured")  # fmt: skip
+    add("density, sparse steps", [_share(clip["sparsity"]["density_sparse_steps"]) for clip in clips], "%",
+        "the same over the steps that are not dense")  # fmt: skip
+    add("dense steps", [f"{c['sparsity']['steps_dense']} of {c['sparsity']['steps_total']}" for c in clips], "steps",
+        "steps at the start that ran with dense attention")  # fmt: skip
+    add("time, dense", [f"{clip['seconds']['dense']['total']:.1f}" for clip in clips], "s", "text to frames")
+    add("time, sparse", [f"{clip['seconds']['sparse']['total']:.1f}" for clip in clips], "s", "text to frames")
+    add("speed-up, whole run", [_times(clip["speed_up"]["total"]) for clip in clips], "times",
+        "time of the dense run over that of the sparse run")  # fmt: skip
+    add("speed-up, one step", [_times(clip["speed_up"]["sparse_step"]) for clip in clips], "times",
+        "median dense step over median sparse step")  # fmt: skip
+    headings = ["measured", *(heading for heading, _ in runs), "unit", "what it is"]
+    return _table("Density and time", headings, rows, numbers=len(runs))
+
+
+def facts(run: Run) -> str:
+    """Return what was compared, on what, as a list of terms."""
+    report, clip = run.report, run.clip
+    settings, place = report["settings"], report["environment"]
+    versions = ", ".join(f"{name} {number}" for name, number in place["versions"].items() if number)
+    items = [
+        ("prompt", clip["prompt"]),
+        ("negative prompt", settings["negative_prompt"] or "none"),
+        ("model", settings["model"]),
+        ("method", f"{run_label(run)}, {settings['warmup']} warm-up steps"),
+        ("clip", f"{settings['frames']} frames of {settings['width']} x {settings['height']} pixels"),
+        ("steps, guidance, seed", f"{settings['steps']}, {settings['guidance_scale']:g}, {clip['seed']}"),
+        ("attention kernel", f"dense: PyTorch SDPA; sparse: {clip['sparsity']['backend'] or 'none ran'}"),
+        ("hardware", f"{place['device_name']} ({place['device']}, {place['threads']} threads), {place['dtype']}"),
+        ("versions", versions),
+        ("made", report["created"].replace("T", " ").replace("+00:00", " UTC")),
+    ]
+    rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(str(text))}</dd>" for term, text in items)
+    return f'<dl class="ds-facts">{rows}</dl>' + notes(run)
+
+
+def notes(run: Run) -> str:
+    """Return what a reader of the figures must know, if anything."""
+    lines = "".join(f'<p class="ds-note" role="note">{escape(without_paths(note))}</p>' for note in run.clip["notes"])
+    return lines
+
+
+def headline(run: Run) -> str:
+    """Return the figures that matter in one row."""
+    clip = run.clip
+    psnr, ssim = clip["metrics"]["psnr"], clip["metrics"]["ssim"]
+    cells = [
+        (_value("psnr", psnr), "dB PSNR" if psnr["mean"] is not None else "PSNR"),
+        (_value("ssim", ssim), "SSIM"),
+        (f"{_share(clip['sparsity']['density_overall'])} %", "of block pairs computed"),
+        (f"{clip['seconds']['dense']['total']:.1f} s → {clip['seconds']['sparse']['total']:.1f} s", "dense → sparse"),
+        (f"{_times(clip['speed_up']['total'])}x", "speed-up"),
+    ]
+    parts = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in cells)
+    return f'<div class="ds-headline">{parts}</div>{notes(run)}'
+
+
+def player(left: tuple[str, Path], right: tuple[str, Path], *, fps: int, frames: int, title: str,
+           difference: tuple[Path, float] | None = None, psnr: Sequence[float | None] = ()) -> str:  # fmt: skip
+    """Return two clips that play in step, with a slider between them.
+
+    Args:
+        left: label and published file.
+        right: label and published file.
+        fps: frames per second.
+        frames: of both clips.
+        title: what assistive software calls the player.
+        difference: published file and the value of its last colour; default none.
+        psnr: dB per frame, `None` where both frames are identical.
+    """
+    data = {
+        "left": {"label": left[0], "src": file_url(left[1])},
+        "right": {"label": right[0], "src": file_url(right[1])},
+        "difference": None if difference is None else {"src": file_url(difference[0]), "end": difference[1]},
+        "fps": fps,
+        "frames": frames,
+        "psnr": list(psnr),
+        "title": title,
+    }
+    return f'<diffsieve-player data-clip="{escape(json.dumps(data), quote=True)}"></diffsieve-player>'
+
+
+def curves(runs: Sequence[tuple[str, Run]]) -> str:
+    """Return a chart over the frames for each metric."""
+    charts = frame_charts({label: run.clip["metrics"] for label, run in runs})
+    return f'<div class="ds-charts">{"".join(charts)}</div>'
+
+
+def sweep_charts(runs: Sequence[Run]) -> str:
+    """Return quality and time over sparsity, and the table of the figures."""
+    points = [(run.report["settings"]["sparsity"], run) for run in runs]
+    metrics = [
+        name
+        for name in ("psnr", "ssim", "lpips[alex]")
+        if any(run.clip["metrics"].get(name, {}).get("mean") is not None for run in runs)
+    ]
+    charts = []
+    for name in metrics:
+        unit = runs[0].clip["metrics"][name]["unit"]
+        values = [(100 * x, run.clip["metrics"][name]["mean"]) for x, run in points]
+        label = metric_title(name) + (f", {unit}" if unit else "")
+        title = f"{metric_title(name)} against sparsity"
+        charts.append(line_chart(title, [Series(name, values)], x_label="sparsity, %", y_label=label, marks=True))
+    times = [
+        Series(kind, [(100 * x, run.clip["seconds"][kind]["total"]) for x, run in points])
+        for kind in ("dense", "sparse")
+    ]
+    charts.append(line_chart("Time against sparsity", times, x_label="sparsity, %", y_label="time, s", marks=True))
+    headings = ["sparsity, %", "density, %", *(metric_title(name) for name in metrics), "time dense, s",
+                "time sparse, s", "speed-up"]  # fmt: skip
+    rows = [
+        [
+            f"{100 * x:g}",
+            _share(run.clip["sparsity"]["density_overall"]),
+            *(_value(name, run.clip["metrics"][name]) for name in metrics),
+            f"{run.clip['seconds']['dense']['total']:.1f}",
+            f"{run.clip['seconds']['sparse']['total']:.1f}",
+            f"{_times(run.clip['speed_up']['total'])}x",
+        ]
+        for x, run in points
+    ]
+    table = _table("Sweep", headings, rows, numbers=len(headings) - 1)
+    return f'<div class="ds-charts">{"".join(charts)}</div>{table}'
+
+
+def run_label(run: Run) -> str:
+    """Return what to call the sparse side of a run, such as "BA-Att 50 %"."""
+    settings = run.report["settings"]
+    label = METHODS[settings["method"]].label
+    return f"{label} {100 * settings['sparsity']:.4g} %"
+
+
+def run_title(run: Run) -> str:
+    """Return one line that tells a run from others, for lists."""
+    settings, prompt = run.report["settings"], run.clip["prompt"]
+    if len(prompt) > _KEEP_SHORT:
+        prompt = prompt[: _KEEP_SHORT - 3] + "..."
+    psnr = run.clip["metrics"]["psnr"]["mean"]
+    kind = "example · " if run.example else "kept · " if run.kept else ""
+    return f"{kind}{run_label(run)} · {prompt} · seed {run.clip['seed']} · {settings['steps']} steps · {psnr:.1f} dB"
+
+
+def empty(title: str, text: str) -> str:
+    """Return what stands where nothing is to be seen yet."""
+    return f'<div class="ds-empty"><b>{escape(title)}</b><p>{escape(text)}</p></div>'
+
+
+def status(text: str, kind: str = "info") -> str:
+    """Return the line under the buttons; `kind` is "info", "good" or "bad", which the text must say too."""
+    return f'<p class="ds-status ds-{kind}" role="status">{escape(text)}</p>'
+
+
+def done_line(run: Run, seconds: float) -> str:
+    """Return the status after a run."""
+    return status(f"Done in {duration(seconds)}: {run_title(run)}", "good")
+
+
+def file_url(path: Path) -> str:
+    """Return the address of a published file, relative to the page."""
+    return f"gradio_api/file={quote(str(path))}"
+
+
+def _value(name: str, result: Mapping[str, Any] | None) -> str:
+    if result is None:
+        return "not computed: another version made this run"
+    if result["mean"] is None:
+        return f"not computed: {without_paths(result['reason'])}"
+    return metric_text(name, result["mean"])
+
+
+def _share(value: float | None) -> str:
+    return "none" if value is None else f"{100 * value:.1f}"
+
+
+def _times(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}"
+
+
+def _table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int) -> str:
+    """Return a table whose first column are row headings and whose next `numbers` columns are aligned as numbers."""
+    head = "".join(f'<th scope="col"{_kind(place, numbers)}>{escape(text)}</th>' for place, text in enumerate(headings))
+    body = ""
+    for row in rows:
+        first = f'<th scope="row">{escape(row[0])}</th>'
+        rest = "".join(
+            f"<td{_kind(place, numbers, text)}>{escape(text)}</td>" for place, text in enumerate(row[1:], start=1)
+        )
+        body += f"<tr>{first}{rest}</tr>"
+    return (
+        f'<div class="ds-wide" tabindex="0" role="region" aria-label="{escape(caption, quote=True)}">'
+        f'<table class="ds-table"><caption>{escape(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _kind(place: int, numbers: int, text: str = "") -> str:
+    if text.startswith("not computed"):
+        return ' class="ds-missing"'
+    return ' class="ds-number"' if 1 <= place <= numbers else ""

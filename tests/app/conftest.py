@@ -1,0 +1,67 @@
+"""A server's handlers over a tiny pipeline with random weights, and the smallest request that has every part."""
+
+import dataclasses
+
+import pytest
+
+from diffsieve.app.handlers import Handlers
+from diffsieve.app.limits import Limits, Request
+from diffsieve.app.models import Shelf
+from diffsieve.app.store import Bounds, Store
+from tests.tiny import wan_pipeline
+
+# 9 frames of 32 x 32 are 48 tokens: 6 blocks of 8.
+SMALL = Request(
+    model="tiny",
+    prompt="a cat moves left",
+    negative_prompt="",
+    method="ba-att",
+    preset="default",
+    sparsity=0.5,
+    warmup=1,
+    steps=4,
+    frames=9,
+    width=32,
+    height=32,
+    seed=0,
+    guidance=1.0,
+    block_size=8,
+    min_tokens=0,
+)
+
+
+def small(**changes) -> Request:
+    return dataclasses.replace(SMALL, **changes)
+
+
+class Tiny:
+    """A loader that makes the tiny pipeline and counts; `pipe` is the last one."""
+
+    def __init__(self):
+        self.loads = 0
+        self.pipe = None
+
+    def __call__(self, model, *, device=None, dtype=None):
+        self.loads += 1
+        self.pipe = wan_pipeline()
+        return self.pipe
+
+
+def make_handlers(root, *, bounds=None, limits=None, examples=None, load=None):
+    store = Store(root, bounds or Bounds(), examples or root / "no-examples")
+    store.open()
+    return Handlers(Shelf({"tiny": "tiny"}, load=load or Tiny()), store, limits or Limits())
+
+
+@pytest.fixture
+def handlers(tmp_path):
+    made = make_handlers(tmp_path / "store")
+    yield made
+    made.store.close()
+
+
+@pytest.fixture
+def told():
+    """A list of what a run told, and the callback that fills it."""
+    lines = []
+    return lines, lambda share, text: lines.append((share, text))

@@ -1,0 +1,107 @@
+"""Every bound of a request, whatever type a client sends; texts are cleaned."""
+
+import math
+
+import pytest
+
+from diffsieve.app.limits import Limits, check_request, check_sweep
+from diffsieve.errors import UserInputError
+from tests.app.conftest import small
+
+LIMITS = Limits(prompt=40, steps=10, frames=17, side=64, pixels=9 * 48 * 48, sweep=3)
+MODELS = ["tiny", "other"]
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "../../etc"}, "model must be one of tiny, other, got '../../etc'"),
+        ({"model": ["tiny"]}, "model must be one of"),
+        ({"model": None}, "model must be one of"),
+        ({"prompt": ""}, "prompt must not be empty"),
+        ({"prompt": " \n\x00 "}, "prompt must not be empty"),
+        ({"prompt": 5}, "prompt must be a text, got 5"),
+        ({"prompt": "x" * 41}, "prompt must have at most 40 characters, got 41"),
+        ({"negative_prompt": {"a": 1}}, "negative prompt must be a text"),
+        ({"negative_prompt": "x" * 41}, "negative prompt must have at most 40"),
+        ({"method": "dense"}, "method must be one of ba-att"),
+        ({"method": 1}, "method must be one of"),
+        ({"preset": "../x"}, "preset must be one of default, paper"),
+        ({"sparsity": 1.0}, "sparsity must be a number from 0 to 0.99, got 1.0"),
+        ({"sparsity": -0.1}, "sparsity must be"),
+        ({"sparsity": math.nan}, "sparsity must be .* got nan"),
+        ({"sparsity": "0.5"}, "sparsity must be .* got '0.5'"),
+        ({"sparsity": True}, "sparsity must be"),
+        ({"steps": 0}, "steps must be a whole number from 1 to 10, got 0"),
+        ({"steps": 11}, "steps must be"),
+        ({"steps": HUGE}, "steps must be"),
+        ({"steps": 2.5}, "steps must be a whole number .* got 2.5"),
+        ({"steps": math.inf}, "steps must be"),
+        ({"steps": math.nan}, "steps must be"),
+        ({"steps": None}, "steps must be"),
+        ({"steps": [4]}, "steps must be"),
+        ({"warmup": -1}, "warm-up steps must be a whole number from 0 to 10"),
+        ({"warmup": 5}, "warm-up steps must be at most the number of steps, 4, got 5"),
+        ({"frames": 18}, "frames must be a whole number from 1 to 17"),
+        ({"width": 80}, "width must be a whole number from 16 to 64"),
+        ({"width": 40}, "width must be a multiple of 16 pixels, got 40"),
+        ({"height": 0}, "height must be"),
+        ({"height": -32}, "height must be"),
+        ({"width": 64, "height": 64}, r"frames x width x height must be at most 20,736 pixels .* 9 x 64 x 64 = 36,864"),
+        ({"seed": -1}, "seed must be a whole number from 0 to 2,147,483,647"),
+        ({"seed": 2**31}, "seed must be"),
+        ({"seed": True}, "seed must be"),
+        ({"guidance": 31}, "guidance must be a number from 0 to 30"),
+        ({"guidance": HUGE}, "guidance must be"),
+        ({"block_size": 2}, "block size must be a whole number from 4 to 1,024"),
+        ({"block_size": "8"}, "block size must be"),
+        ({"min_tokens": -1}, "min tokens must be"),
+    ],
+)
+def test_what_is_out_of_range_is_named(changes, message):
+    with pytest.raises(UserInputError, match=message):
+        check_request(small(**changes), LIMITS, MODELS)
+
+
+def test_a_message_does_not_repeat_a_long_value():
+    with pytest.raises(UserInputError) as raised:
+        check_request(small(model="x" * 5000), LIMITS, MODELS)
+    assert len(str(raised.value)) < 120
+
+
+def test_whole_numbers_may_come_as_floats():
+    config = check_request(small(steps=4.0, width=32.0, seed=7.0, min_tokens=None), LIMITS, MODELS)
+    assert (config.steps, config.width, config.seed, config.min_tokens) == (4, 32, (7,), None)
+    assert all(type(value) is int for value in (config.steps, config.width, config.seed[0]))
+    assert config.save_masks
+
+
+def test_a_prompt_loses_what_cannot_be_seen():
+    config = check_request(small(prompt="  a cat\n\tmoves\x07\u200b left ", negative_prompt=" "), LIMITS, MODELS)
+    assert config.prompt == ("a cat  moves left",)
+    assert config.negative_prompt is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("0.5", "sparsities must be a list"),
+        (None, "sparsities must be a list"),
+        ([], "sparsities must hold 1 to 3 numbers, got 0"),
+        ([0.1, 0.2, 0.3, 0.4], "sparsities must hold 1 to 3 numbers, got 4"),
+        ([0.5, 2], "sparsity must be a number from 0 to 0.99, got 2"),
+        ([0.5, "x"], "sparsity must be"),
+    ],
+)
+def test_what_cannot_be_swept(values, message):
+    with pytest.raises(UserInputError, match=message):
+        check_sweep(values, LIMITS)
+
+
+def test_a_sweep_is_ascending_without_repeats():
+    assert check_sweep([0.75, 0.25, 0.75], LIMITS) == [0.25, 0.75]
+
+
+def test_a_cpu_has_a_smaller_bound():
+    assert Limits.for_device("cpu").pixels < Limits.for_device("cuda").pixels
