@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from ..errors import UserInputError
 
 MINI_WAN = "mini-wan"
 MINI_WAN_FOLDER = Path(__file__).parent / "mini_wan"
+# A model folder may hold its own `GenerationDefaults`, as JSON; mini-wan and every model exported by its training do.
+DEFAULTS_FILE = "generation_defaults.json"
 
 
 @dataclass(frozen=True)
@@ -64,16 +67,17 @@ _GENERIC_PROMPTS = (
 
 
 def generation_defaults(pipe: Any) -> GenerationDefaults:
-    """Return a pipeline's defaults: those of mini-wan when it was loaded from there, else those of its call.
+    """Return a pipeline's defaults: those in the folder that it was loaded from, else those of its call.
 
     Args:
         pipe: a loaded pipeline.
 
     Raises:
-        UserInputError: the pipeline is no text-to-video pipeline.
+        UserInputError: the pipeline is no text-to-video pipeline, or the file in its folder is damaged.
     """
-    if pipe.name_or_path and Path(pipe.name_or_path) == MINI_WAN_FOLDER:
-        return MINI_WAN_DEFAULTS
+    file = Path(pipe.name_or_path or "") / DEFAULTS_FILE
+    if pipe.name_or_path and file.is_file():
+        return _read_defaults(file)
     parameters = inspect.signature(type(pipe).__call__).parameters
     needed = ("prompt", "num_frames", "num_inference_steps", "height", "width", "guidance_scale")
     missing = [name for name in needed if name not in parameters]
@@ -98,6 +102,15 @@ def generation_defaults(pipe: Any) -> GenerationDefaults:
         fps=_WAN_FPS,
         prompts=_GENERIC_PROMPTS,
     )
+
+
+def _read_defaults(file: Path) -> GenerationDefaults:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return GenerationDefaults(**{**values, "prompts": tuple(values["prompts"])})
+    except (ValueError, TypeError, KeyError) as error:
+        names = ", ".join(field.name for field in fields(GenerationDefaults))
+        raise UserInputError(f"{file} must be a JSON object with {names}: {error}") from error
 
 
 def check_clip_size(pipe: Any, *, frames: int, height: int, width: int) -> None:

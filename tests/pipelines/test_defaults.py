@@ -1,10 +1,22 @@
 """Defaults of a pipeline, and the sizes that it makes without rounding."""
 
+import dataclasses
+import json
+from dataclasses import asdict
+
 import pytest
 
 from diffsieve.errors import UserInputError
-from diffsieve.pipelines.defaults import MINI_WAN_DEFAULTS, check_clip_size, generation_defaults
+from diffsieve.pipelines.defaults import (
+    DEFAULTS_FILE,
+    MINI_WAN_DEFAULTS,
+    MINI_WAN_FOLDER,
+    check_clip_size,
+    generation_defaults,
+)
+from diffsieve.pipelines.loading import load_pipeline
 from diffsieve.pipelines.training.captions import COLOURS, MOTION_PHRASES
+from diffsieve.pipelines.training.checkpoint import write_json
 from tests.tiny import wan_image_pipeline, wan_pipeline, wan_vace_pipeline
 
 
@@ -55,3 +67,24 @@ def test_sizes_that_would_be_rounded_are_refused(pipe, size, message):
     frames, height, width = size
     with pytest.raises(UserInputError, match=message):
         check_clip_size(pipe, frames=frames, height=height, width=width)
+
+
+def test_a_model_folder_brings_its_own_defaults(pipe, tmp_path):
+    pipe.save_pretrained(tmp_path)
+    write_json(tmp_path / DEFAULTS_FILE, {**asdict(MINI_WAN_DEFAULTS), "steps": 3})
+    defaults = generation_defaults(load_pipeline(str(tmp_path), device="cpu"))
+    assert defaults == dataclasses.replace(MINI_WAN_DEFAULTS, steps=3)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"steps": 3}', '{"prompts": 3}'])
+def test_damaged_defaults_are_named(pipe, tmp_path, text):
+    pipe.save_pretrained(tmp_path)
+    (tmp_path / DEFAULTS_FILE).write_text(text)
+    with pytest.raises(UserInputError, match=f"{DEFAULTS_FILE} must be a JSON object with steps, frames"):
+        generation_defaults(load_pipeline(str(tmp_path), device="cpu"))
+
+
+def test_mini_wan_ships_its_defaults():
+    assert json.loads((MINI_WAN_FOLDER / DEFAULTS_FILE).read_text()) == json.loads(
+        json.dumps(asdict(MINI_WAN_DEFAULTS))
+    )

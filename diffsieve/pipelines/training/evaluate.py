@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,6 +114,8 @@ def evaluate_pipeline(
         "scheduler": type(pipe.scheduler).__name__,
         "flow_shift": pipe.scheduler.config.get("flow_shift", pipe.scheduler.config.get("shift")),
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers")},
         "seconds": seconds,
     }
     return figures, video[:16].cpu(), specs

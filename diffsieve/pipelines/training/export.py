@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import DiffsieveError
+from ..defaults import DEFAULTS_FILE, MINI_WAN_DEFAULTS
 from .checkpoint import write_atomically, write_json
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ def export_pipeline(pipe: WanPipeline, out: Path) -> int:
         module.to(device="cpu", dtype=torch.bfloat16)
     pipe.save_pretrained(partial, safe_serialization=True)
     _name_tokenizer(partial)
+    write_json(partial / DEFAULTS_FILE, asdict(MINI_WAN_DEFAULTS))
     for path in [partial, *partial.rglob("*")]:
         # safetensors makes files that only their owner may read
         path.chmod(0o755 if path.is_dir() else 0o644)
