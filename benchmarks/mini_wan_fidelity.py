@@ -83,10 +83,12 @@ def main() -> int:
     parser.add_argument("--size", type=int, nargs=3, metavar=("FRAMES", "HEIGHT", "WIDTH"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="leave out the options beside the presets")
+    parser.add_argument("--part", default="1/1", help="I/N: every Nth variant only, from the Ith")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
 
+    part, parts = (int(number) for number in arguments.part.split("/"))
     started = time.perf_counter()
     pipe = load_pipeline(arguments.model)
     device = pipe._execution_device
@@ -139,12 +141,17 @@ def main() -> int:
 
     references = [make(prompt) for prompt in prompts]
     print(f"dense clips done ({time.perf_counter() - started:.0f} s)", flush=True)
-    pipe.transformer.set_attention_backend(FLOOR_BACKEND[device.type])
-    measure("dense, another kernel (noise floor)", None, None)
-    pipe.transformer.reset_attention_backend()
-    for sparsity in arguments.sparsity:
-        for name, settings in variants(sparsity, arguments.warmup, arguments.block_size, arguments.quick).items():
-            measure(name, sparsity, settings)
+    if part == 1:
+        pipe.transformer.set_attention_backend(FLOOR_BACKEND[device.type])
+        measure("dense, another kernel (noise floor)", None, None)
+        pipe.transformer.reset_attention_backend()
+    runs = [
+        (name, sparsity, settings)
+        for sparsity in arguments.sparsity
+        for name, settings in variants(sparsity, arguments.warmup, arguments.block_size, arguments.quick).items()
+    ]
+    for run in runs[part - 1 :: parts]:
+        measure(*run)
     return 0
 
 
