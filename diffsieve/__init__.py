@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .kernels.block_sparse import block_sparse_attention
     from .kernels.llsa import llsa_attention
     from .pipelines.loading import load_pipeline
+    from .pipelines.pixel_dit import PixelDiTPipeline, PixelDiTTransformer2DModel
     from .processors import (
         BAAttConfig,
         BAAttProcessor,
@@ -36,6 +37,8 @@ __all__ = [
     "LLSAConfig",
     "LLSAProcessor",
     "LLSASummary",
+    "PixelDiTPipeline",
+    "PixelDiTTransformer2DModel",
     "SparsitySummary",
     "UserInputError",
     "__version__",
@@ -58,6 +61,8 @@ _HOMES = {
     "LLSAConfig": "processors",
     "LLSAProcessor": "processors",
     "LLSASummary": "processors",
+    "PixelDiTPipeline": "pipelines.pixel_dit",
+    "PixelDiTTransformer2DModel": "pipelines.pixel_dit",
     "SparsitySummary": "processors",
     "UserInputError": "errors",
     "apply_sparse_attention": "processors",

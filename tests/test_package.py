@@ -19,6 +19,8 @@ PUBLIC = [
     "LLSAConfig",
     "LLSAProcessor",
     "LLSASummary",
+    "PixelDiTPipeline",
+    "PixelDiTTransformer2DModel",
     "SparsitySummary",
     "UserInputError",
     "__version__",

@@ -13,6 +13,9 @@ from ..errors import UserInputError
 
 MINI_WAN = "mini-wan"
 MINI_WAN_FOLDER = Path(__file__).parent / "mini_wan"
+MINI_PIXEL_DIT = "mini-pixel-dit"
+# The models that ship in the package, by name.
+EMBEDDED = {MINI_WAN: MINI_WAN_FOLDER, MINI_PIXEL_DIT: Path(__file__).parent / "mini_pixel_dit"}
 # A model folder may hold its own `GenerationDefaults`, as JSON; mini-wan and every model exported by its training do.
 DEFAULTS_FILE = "generation_defaults.json"
 

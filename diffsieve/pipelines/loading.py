@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import UserInputError
-from .defaults import MINI_WAN, MINI_WAN_FOLDER
+from .defaults import EMBEDDED, MINI_WAN
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -42,7 +42,8 @@ def load_pipeline(
     diffusers recommends for Wan: in bfloat16 its decoder bands.
 
     Args:
-        model: `"mini-wan"` (ships in the package), a folder in diffusers format, or a hub id `owner/name`.
+        model: `"mini-wan"` or `"mini-pixel-dit"` (they ship in the package), a folder in diffusers format, or a hub id
+            `owner/name`.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`, ...; default `"cuda"` where there is one, else `"cpu"`.
         dtype: of all parts but the VAE: `"float32"`, `"bfloat16"`, `"float16"` or a torch dtype; default bfloat16 on
             CUDA, float32 elsewhere.
@@ -53,10 +54,8 @@ def load_pipeline(
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
     source = model_source(model)
-    from diffusers import DiffusionPipeline
-
     try:
-        pipe = DiffusionPipeline.from_pretrained(
+        pipe = _pipeline_class(source).from_pretrained(
             source, dtype={"default": number, "vae": torch.float32}, use_safetensors=True
         )
     except Exception as error:  # a broken checkpoint fails in as many ways as there are parts
@@ -73,6 +72,17 @@ def load_pipeline(
     return pipe.to(place)
 
 
+def _pipeline_class(source: Path | str) -> type[DiffusionPipeline]:
+    """The class to load a pipeline with: diffusers finds its own by name, but not those of other packages."""
+    from diffusers import DiffusionPipeline
+
+    if DiffusionPipeline.load_config(source).get("_class_name") == "PixelDiTPipeline":
+        from .pixel_dit import PixelDiTPipeline
+
+        return PixelDiTPipeline
+    return DiffusionPipeline
+
+
 def model_source(model: str) -> Path | str:
     """Return where `load_pipeline` reads `model` from: a folder that holds a pipeline, or a hub id as it is.
 
@@ -80,13 +90,13 @@ def model_source(model: str) -> Path | str:
         UserInputError: neither a folder with a model_index.json nor of the form `owner/name`, or the embedded weights
             are missing from this installation.
     """
-    if model == MINI_WAN:
-        if not (MINI_WAN_FOLDER / "model_index.json").is_file():
+    if model in EMBEDDED:
+        if not (EMBEDDED[model] / "model_index.json").is_file():
             raise UserInputError(
-                f"the weights of mini-wan are missing from this installation, expected in {MINI_WAN_FOLDER}: "
+                f"the weights of {model} are missing from this installation, expected in {EMBEDDED[model]}: "
                 "install diffsieve again, or give a folder or a hub id as model"
             )
-        return MINI_WAN_FOLDER
+        return EMBEDDED[model]
     folder = Path(model).expanduser()
     if model and folder.is_dir():
         if not (folder / "model_index.json").is_file():
@@ -96,16 +106,18 @@ def model_source(model: str) -> Path | str:
         raise UserInputError(f"model must be a folder in diffusers format, got the file {model}")
     if not _HUB_ID.fullmatch(model) or model.startswith("."):
         raise UserInputError(
-            f"model must be {MINI_WAN!r}, an existing folder or a hub id such as owner/name, got {model!r}"
+            f"model must be one of {', '.join(EMBEDDED)}, an existing folder or a hub id such as owner/name, "
+            f"got {model!r}"
         )
     return model
 
 
 def model_name(pipe: Any) -> str:
-    """Return what to call the model of a loaded pipeline: "mini-wan", a hub id, the name of a folder, else the class."""
+    """Return what to call the model of a loaded pipeline: its name here, a hub id, a folder's name, or the class."""
     source = str(pipe.name_or_path or "")
-    if source == str(MINI_WAN_FOLDER):
-        return MINI_WAN
+    for name, folder in EMBEDDED.items():
+        if source == str(folder):
+            return name
     if source and Path(source).is_dir():
         return Path(source).resolve().name
     return source or type(pipe).__name__

@@ -24,7 +24,13 @@ _ORDERS: dict[str, Callable[[Grid], torch.Tensor]] = {
     "hilbert": orders.hilbert_order,
     "frame_hilbert": orders.frame_hilbert_order,
     "morton": orders.morton_order,
+    "raster": orders.raster_order,
 }
+
+
+def _token_order(name: str, grid: Grid) -> torch.Tensor:
+    # through one frame, the curve of the plane: a slice of the one in space is no curve
+    return _ORDERS["frame_hilbert" if name == "hilbert" and grid[0] == 1 else name](grid)
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,11 @@ class LLSAController:
             return
         self.grid, self._device = grid, hidden_states.device
         order = inverse = None
-        if self.config.order != "raster":
-            order = _ORDERS[self.config.order](grid)
+        present = self.family.order(self.transformer) if self.family.order is not None else "raster"
+        if self.config.order != present:
+            order = _token_order(self.config.order, grid)
+            if present != "raster":  # the tokens to take, by their place in the model's own order
+                order = orders.inverse_order(_token_order(present, grid))[order]
             order, inverse = order.to(self._device), orders.inverse_order(order).to(self._device)
         for layer in self.layers:
             layer.processor._order, layer.processor._inverse = order, inverse

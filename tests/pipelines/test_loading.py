@@ -78,7 +78,7 @@ def test_a_checkpoint_that_lacks_a_tensor_names_it(folder, tmp_path):
 
 @pytest.mark.parametrize("model", ["./missing", "/missing/model", "a/b/c", "missing", "~/missing-model", "", "a b/c"])
 def test_a_missing_path_is_named(model):
-    with pytest.raises(UserInputError, match="model must be 'mini-wan', an existing folder or a hub id"):
+    with pytest.raises(UserInputError, match="model must be one of mini-wan, mini-pixel-dit, an existing folder or"):
         load_pipeline(model)
 
 
@@ -91,10 +91,11 @@ def test_a_folder_without_a_pipeline_is_named(tmp_path):
         load_pipeline(str(file))
 
 
-def test_missing_weights_of_the_embedded_model_are_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "MINI_WAN_FOLDER", tmp_path)
-    with pytest.raises(UserInputError, match="the weights of mini-wan are missing from this installation"):
-        load_pipeline("mini-wan")
+@pytest.mark.parametrize("name", ["mini-wan", "mini-pixel-dit"])
+def test_missing_weights_of_an_embedded_model_are_said(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(loading.EMBEDDED, name, tmp_path)
+    with pytest.raises(UserInputError, match=f"the weights of {name} are missing from this installation"):
+        load_pipeline(name)
 
 
 def test_an_unreachable_hub_is_said(monkeypatch):

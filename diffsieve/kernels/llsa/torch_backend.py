@@ -83,13 +83,15 @@ def enriched_attention_torch(
     """Same meaning as `reference.enriched_attention_reference`."""
     plan = _Plan(query, k_pyramid, v_pyramid, indices, block_size, enrich, disjoint)
     q = plan.padded(query)
-    out = torch.zeros_like(q)
-    peak = q.new_full(q.shape[:2], -torch.inf)
-    total = q.new_zeros(q.shape[:2])
+    out, peak, total = torch.empty_like(q), q.new_empty(q.shape[:2]), q.new_empty(q.shape[:2])
     for chunk in plan.chunks(floats_per_key=2):
-        b_out, b_peak, b_total = chunk.of(out), chunk.of(peak), chunk.of(total)
         part, part_peak, part_total = chunk.attend(chunk.of(q), scale)
-        # The raw tokens come first, and each query keeps one: the peak is finite from then on.
+        if chunk.level == 0:  # the raw tokens come first, all of a query at once
+            for x, value in ((out, part), (peak, part_peak), (total, part_total)):
+                chunk.put(x, value)
+            continue
+        b_out, b_peak, b_total = chunk.of(out), chunk.of(peak), chunk.of(total)
+        # Each query keeps a raw token: its peak is finite.
         new_peak = torch.maximum(b_peak, part_peak)
         shrink, grow = (b_peak - new_peak).exp_(), (part_peak - new_peak).exp_()
         chunk.put(total, torch.addcmul(b_total * shrink, part_total, grow))

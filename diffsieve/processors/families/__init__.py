@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import wan
+from . import pixel_dit, wan
 
 Grid = tuple[int, int, int]
 
@@ -24,6 +24,7 @@ class Family:
         grid: (transformer, hidden_states) -> (frames, height, width) of the token grid.
         project: (attn, hidden_states, rotary_emb) -> query, key, value, each (B, L, H, D), position encoding applied.
         output: (attn, attended (B, L, H, D)) -> hidden states (B, L, C).
+        order: (transformer) -> name of the order in which the model hands its tokens to the layers; None for raster.
         text_tokens: (prefix, suffix) counts of text tokens around the video tokens of the sequence.
     """
 
@@ -34,6 +35,7 @@ class Family:
     grid: Callable[[nn.Module, torch.Tensor], Grid]
     project: Callable[[Any, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     output: Callable[[Any, torch.Tensor], torch.Tensor]
+    order: Callable[[nn.Module], str] | None = None
     text_tokens: tuple[int, int] = (0, 0)
 
     @property
@@ -51,6 +53,16 @@ FAMILIES: dict[str, Family] = {
         grid=wan.grid,
         project=wan.project,
         output=wan.output,
+    ),
+    "pixel-dit": Family(
+        name="pixel-dit",
+        models=("PixelDiTTransformer2DModel",),
+        pipelines=("PixelDiTPipeline",),
+        is_self_attention=pixel_dit.is_self_attention,
+        grid=pixel_dit.grid,
+        project=pixel_dit.project,
+        output=pixel_dit.output,
+        order=pixel_dit.order,
     ),
 }
 
