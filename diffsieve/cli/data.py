@@ -12,7 +12,7 @@ app = typer.Typer(no_args_is_help=True, help="Make the files that training needs
 
 @app.callback()
 def _group() -> None:
-    """Make the files that training needs."""  # a callback keeps `sprites` a subcommand while it is the only one
+    """Make the files that training needs."""
 
 
 @app.command()
@@ -47,3 +47,35 @@ def sprites(
         "bytes": size,
     }
     emit(result, as_json=json, text=f"{out}: {len(built)} sprites of {built.rgba.shape[-1]} px, {size / 1e6:.1f} MB")
+
+
+@app.command()
+def emoji(
+    out: Annotated[Path, typer.Option(help="New folder for the pictures, one subfolder per category.")] = Path(
+        ".data/emoji"
+    ),
+    packages: Annotated[
+        Path, typer.Option(help="Folder of the npm package archives; they are fetched there when missing.")
+    ] = Path(".data/npm"),
+    json: JsonFlag = False,
+    config: ConfigFile = None,
+    debug: DebugFlag = False,
+) -> None:
+    """Write the emoji pictures of npm packages as a folder with a subfolder for each category."""
+    from rich.console import Console
+
+    from ..pipelines.training.npm import EMOJI_NAMES, FLUENT_3D, fetch_package
+    from ..pipelines.training.pixel_dit.emoji import build_emoji
+
+    with Console(stderr=True).status("fetch the packages"):
+        pictures, names = (fetch_package(package, packages) for package in (FLUENT_3D, EMOJI_NAMES))
+    built = build_emoji(pictures, names, out)
+    result = {
+        "out": str(out),
+        "archives": [str(pictures), str(names)],
+        "pictures": len(built),
+        "categories": built.counts,
+        "without_name": built.unknown,
+    }
+    counts = ", ".join(f"{name} {count}" for name, count in built.counts.items())
+    emit(result, as_json=json, text=f"{out}: {len(built)} pictures in {len(built.counts)} categories ({counts})")
