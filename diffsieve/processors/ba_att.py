@@ -118,26 +118,9 @@ class BAAttProcessor:
             bound._recall = torch.zeros(heads, len(CANDIDATE_ORDERS) + 1)
         if orders is not None:
             bound._orders = torch.tensor(orders)
-        prefix, suffix = family.text_tokens
-        bound._selection = {
-            "density": config.kept,
-            "block_size": config.block_size,
-            "beta": config.beta,
-            "center_keys": config.center_keys,
-            "log_count": config.log_count,
-            "descending": config.descending,
-            "window": config.window,
-            "second_order": second_order,
-            "score": config.score,
-            "text_prefix": prefix,
-            "text_suffix": suffix,
-        }
-        bound._attention = {
-            "top_p": config.top_p,
-            "min_density": config.min_density,
-            "compensate": config.compensate,
-            "backend": config.backend,
-        }
+        bound._selection, bound._attention = kernel_arguments(
+            config, second_order=second_order, text_tokens=family.text_tokens
+        )
         return bound
 
     def __call__(
@@ -194,3 +177,36 @@ class BAAttProcessor:
         recall = calibrate_orders(query, key, grid_thw=self._grid, **self._selection)
         # The last column counts the calls, so that the mean over the branches of guidance needs no other state.
         self._recall.add_(F.pad(recall, (0, 1), value=1.0).to(self._recall.device))
+
+
+def kernel_arguments(
+    config: BAAttConfig, *, second_order: bool, text_tokens: tuple[int, int] = (0, 0)
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of `ba_attention` that a config stands for: those of the selection, and the others.
+
+    Args:
+        config: Settings.
+        second_order: Whether the layer uses the second-order term (`BAAttConfig.second_order_in`).
+        text_tokens: (prefix, suffix) counts of text tokens in the sequence.
+    """
+    prefix, suffix = text_tokens
+    selection = {
+        "density": config.kept,
+        "block_size": config.block_size,
+        "beta": config.beta,
+        "center_keys": config.center_keys,
+        "log_count": config.log_count,
+        "descending": config.descending,
+        "window": config.window,
+        "second_order": second_order,
+        "score": config.score,
+        "text_prefix": prefix,
+        "text_suffix": suffix,
+    }
+    attention = {
+        "top_p": config.top_p,
+        "min_density": config.min_density,
+        "compensate": config.compensate,
+        "backend": config.backend,
+    }
+    return selection, attention

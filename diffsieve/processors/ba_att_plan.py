@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from ..errors import UserInputError
 from .ba_att import BAAttProcessor
 from .calibration import check_orders, read_orders
 from .clock import StepClock
@@ -27,6 +28,11 @@ def plan_ba_att(name: str, transformer: nn.Module, config: BAAttConfig) -> Calla
         UserInputError: the model is not supported, or the settings do not fit it.
     """
     family, sites = find_sites(name, transformer)
+    if family.order is not None and family.order(transformer) != "raster":
+        raise UserInputError(
+            f"{name} must hand its tokens on in raster order for BA-Att, got the order {family.order(transformer)!r}; "
+            "use LLSAProcessor"
+        )
     dense = select_layers(sites, config.dense_layers, "dense_layers")
     recorded = select_layers(sites, config.record_masks, "record_masks")
     orders = None
@@ -39,13 +45,12 @@ def plan_ba_att(name: str, transformer: nn.Module, config: BAAttConfig) -> Calla
         layers = []
         for site in sites:
             original = site.attn.processor
-            ends = site.number == 0 or site.last
             processor = template.bind(
                 original,
                 family,
                 heads=int(site.attn.heads),
                 orders=None if orders is None else orders.get(site.name, (0,) * int(site.attn.heads)),
-                second_order=config.cov_layers == "all" or (config.cov_layers == "ends" and ends),
+                second_order=config.second_order_in(end=site.number == 0 or site.last),
                 record=site.name in recorded,
             )
             site.attn.set_processor(processor)

@@ -151,6 +151,10 @@ class BAAttConfig:
         """Whether the orders of the heads are chosen during the warm-up."""
         return self.order == "auto" and self.orders is None
 
+    def second_order_in(self, *, end: bool) -> bool:
+        """Whether a layer uses the second-order term; `end`: it is the first or last one of its list."""
+        return self.cov_layers == "all" or (self.cov_layers == "ends" and end)
+
     def min_tokens_on(self, device_type: str) -> int:
         """Return the shortest sparse sequence on a device type such as "cuda"."""
         if self.min_tokens == "auto":

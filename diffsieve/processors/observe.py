@@ -13,7 +13,7 @@ from .clock import StepClock
 from .families import Family, Grid
 from .install import transformers_of
 from .mailbox import ContextMailbox
-from .sites import find_sites, select_layers
+from .sites import Site, find_sites, select_layers
 from .watch import CONTROLLER, watch_forwards
 
 
@@ -23,6 +23,8 @@ class AttentionCall:
 
     Attributes:
         layer: "transformer.blocks.3".
+        number: Of the layer in its list of blocks, from 0.
+        num_layers: In that list.
         step: Step of the generation, from 0.
         num_steps: Steps of the generation, None if unknown.
         call: Number of the transformer's call within the step, from 0; with guidance 0 is the branch of the prompt.
@@ -35,6 +37,8 @@ class AttentionCall:
     """
 
     layer: str
+    number: int
+    num_layers: int
     step: int
     num_steps: int | None
     call: int
@@ -74,16 +78,17 @@ def observe_attention(
             raise UserInputError(f"{name} must be dense to be observed: call remove_sparse_attention(pipe) first")
         family, sites = find_sites(name, transformer)
         wanted = {site.name for site in sites} if layers is None else select_layers(sites, tuple(layers), "layers")
-        plans.append((name, transformer, family, [site for site in sites if site.name in wanted], sites[0].group))
+        plans.append((name, transformer, family, sites, wanted))
     observers = []
     try:
-        for name, transformer, family, chosen, group in plans:
-            mailbox = ContextMailbox(transformer, transformer.get_submodule(group), clock)
+        for name, transformer, family, sites, wanted in plans:
+            mailbox = ContextMailbox(transformer, transformer.get_submodule(sites[0].group), clock)
             observer = _Observer(name, transformer, family, clock, mailbox, callback, steps)
             transformer.__dict__[CONTROLLER] = observer
             observers.append(observer)
-            for site in chosen:
-                observer.wrap(site.name, site.attn)
+            for site in sites:
+                if site.name in wanted:
+                    observer.wrap(site, max(other.number for other in sites if other.group == site.group) + 1)
         yield
     finally:
         for observer in observers:
@@ -111,9 +116,9 @@ class _Observer:
         self._grid: Grid = (0, 0, 0)
         self._handle = watch_forwards(transformer)
 
-    def wrap(self, layer: str, attn: Any) -> None:
-        self._wrapped.append((attn, attn.processor))
-        attn.set_processor(_ObservedProcessor(attn.processor, self, layer))
+    def wrap(self, site: Site, num_layers: int) -> None:
+        self._wrapped.append((site.attn, site.attn.processor))
+        site.attn.set_processor(_ObservedProcessor(site.attn.processor, self, site, num_layers))
 
     def remove(self) -> None:
         self._handle.remove()
@@ -130,14 +135,16 @@ class _Observer:
         self._grid = self.family.grid(self.transformer, hidden_states)
 
     @torch.no_grad()
-    def observe(self, layer: str, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> None:
+    def observe(self, site: Site, num_layers: int, hidden_states: torch.Tensor, rotary_emb: Any) -> None:
         if self._steps is not None and self.clock.step not in self._steps:
             return
-        query, key, value = (x.transpose(1, 2) for x in self.family.project(attn, hidden_states, rotary_emb))
+        query, key, value = (x.transpose(1, 2) for x in self.family.project(site.attn, hidden_states, rotary_emb))
         sigma, timestep = self.clock.noise_level(self.clock.step)
         self._callback(
             AttentionCall(
-                layer=f"{self.name}.{layer}",
+                layer=f"{self.name}.{site.name}",
+                number=site.number,
+                num_layers=num_layers,
                 step=self.clock.step,
                 num_steps=self.clock.num_steps,
                 call=self._call,
@@ -152,8 +159,8 @@ class _Observer:
 
 
 class _ObservedProcessor:
-    def __init__(self, original: Any, observer: _Observer, layer: str) -> None:
-        self._original, self._observer, self._layer = original, observer, layer
+    def __init__(self, original: Any, observer: _Observer, site: Site, num_layers: int) -> None:
+        self._original, self._observer, self._site, self._num_layers = original, observer, site, num_layers
 
     def __call__(
         self,
@@ -163,5 +170,5 @@ class _ObservedProcessor:
         attention_mask: torch.Tensor | None = None,
         rotary_emb: Any = None,
     ) -> torch.Tensor:
-        self._observer.observe(self._layer, attn, hidden_states, rotary_emb)
+        self._observer.observe(self._site, self._num_layers, hidden_states, rotary_emb)
         return self._original(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)

@@ -29,7 +29,8 @@ def test_an_observer_sees_the_very_tensors_that_attention_gets(monkeypatch):
     assert [call.step for call in seen] == [0] * 6 + [1] * 6
     assert [call.call for call in seen] == [0, 0, 0, 1, 1, 1] * 2
     assert [call.layer for call in seen[:3]] == [f"transformer.blocks.{n}" for n in range(3)]
-    assert {(call.num_steps, call.grid_thw) for call in seen} == {(2, GRID)}
+    assert {(call.num_steps, call.num_layers, call.grid_thw) for call in seen} == {(2, 3, GRID)}
+    assert [call.number for call in seen[:3]] == [0, 1, 2]
     assert seen[0].sigma == pytest.approx(1.0)
     assert 0 < seen[-1].sigma < 1
     assert seen[-1].timestep == pytest.approx(1000 * seen[-1].sigma, rel=1e-4)

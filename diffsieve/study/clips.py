@@ -1,0 +1,311 @@
+"""The fidelity study: every variant from the noise of the dense clip, measured against it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..compare import folder as folders
+from ..compare.clip import Clip, generate_clip
+from ..compare.config import DENSE, RunConfig
+from ..compare.lines import LineWriter, line_writer, read_lines
+from ..compare.prepare import prepare, resolve_place, transformer_of
+from ..compare.report import environment
+from ..compare.shards import Deadline, Shard
+from ..errors import UserInputError
+from ..eval import DEFAULT_METRICS, LoadedLpips, MissingWeightsError, load_lpips, measure
+from ..pipelines.loading import weights_digest
+from .capture import warmup_steps
+from .hindsight import Hindsight
+from .prompts import study_prompts
+from .report import CLIPS, CLIPS_SCHEMA, CLIPS_SETTINGS, write_report
+from .settings import claim_settings
+from .ticker import Ticker
+from .variants import FLOOR, VARIANTS, choose, config_of
+
+# Another kernel of PyTorch's scaled dot product attention than the default one, by device type.
+FLOOR_BACKENDS = {"cuda": "_native_efficient", "cpu": "_native_math"}
+_WATCHED_STEPS = 3
+
+Task = tuple[str, float | None]
+"""Variant and sparsity; none for the noise floor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig(RunConfig):
+    """What to study; see `RunConfig` for the clips.
+
+    Args:
+        suites: sets of variants, names of `SUITES`.
+        variants: further variants, names of `VARIANTS`.
+        sparsities: shares of the blocks skipped in sparse steps; empty: those of the suites.
+        prompts: held-out prompts of mini-wan to take where `prompt` is empty.
+        floor: whether to measure the noise floor.
+        lpips_weights: file of LPIPS's AlexNet; `None` looks in the usual places.
+    """
+
+    method: str = DENSE
+    warmup: int | float | None = 0.2
+    block_size: int | None = 128
+    seed: tuple[int, ...] = (0, 1)
+    suites: tuple[str, ...] = ("fidelity",)
+    variants: tuple[str, ...] = ()
+    sparsities: tuple[float, ...] = ()
+    prompts: int = 24
+    floor: bool = True
+    lpips_weights: Path | None = None
+    out: Path = Path("outputs/study")
+
+    def _dense_allowed(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What all clips of a process share."""
+
+    pipe: Any
+    config: StudyConfig
+    lpips: Mapping[str, LoadedLpips | str]
+    num_layers: int
+    num_tokens: int
+    ticker: Ticker
+
+
+def study_clips(
+    config: StudyConfig,
+    *,
+    pipe: Any | None = None,
+    shard: Shard | None = None,
+    deadline: Deadline | None = None,
+    progress: Callable[[str], None] | None = None,
+    command: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Generate the dense clip of every prompt and seed and all variants from its noise, and measure them.
+
+    One line for each clip goes to `clips-<shard>.jsonl` in `config.out` as soon as it is measured. Lines that are there
+    are not made again, so that a run can be stopped at any time, go on later, and get more prompts, seeds and variants.
+    Clips are made one by one: several prompts in one call would share the calibration of the token orders.
+
+    Args:
+        config: see `StudyConfig`.
+        pipe: a loaded text-to-video pipeline; default: load `config.model`.
+        shard: the share of this process, in prompts times seeds.
+        deadline: ends the run between two clips.
+        progress: told a line for each clip.
+        command: the words of the command line, for the report.
+
+    Returns:
+        `{"out", "done", "missing", "other_shards_missing"}` in clips. When all are there, the report is written.
+
+    Raises:
+        UserInputError: an argument is wrong, or the folder holds a study with other settings.
+    """
+    shard, deadline = shard or Shard(), deadline or Deadline(None)
+    pairs = choose(config.suites, config.variants, config.sparsities)
+    config = resolve_place(config, pipe)
+    folders.check_writable(config.out)
+    ready = prepare(config, pipe=pipe, attention=None)
+    pipe = ready.pipe
+    config = replace(ready.config, prompt=study_prompts(pipe, config.prompt, config.prompts))
+    config.out.mkdir(parents=True, exist_ok=True)
+    claim_settings(config.out / CLIPS_SETTINGS, CLIPS_SCHEMA, _settings(config, pipe))
+    tasks: list[Task] = [*([(FLOOR, None)] if config.floor else []), *pairs]
+    items = [(prompt, seed) for prompt in config.prompt for seed in config.seed]
+    with line_writer(config.out / f"{CLIPS}-{shard.index}.jsonl") as lines:
+        finished = _finished(config.out)
+        plan = [
+            (prompt, seed, [task for task in tasks if (prompt, seed, *task) not in finished])
+            for prompt, seed in shard.of(items)
+        ]
+        bench = _Bench(
+            pipe,
+            config,
+            _lpips(config, pipe._execution_device),
+            int(transformer_of(pipe).config.num_layers),
+            _num_tokens(pipe, config),
+            Ticker(sum(len(todo) for _, _, todo in plan), progress),
+        )
+        for prompt, seed, todo in plan:
+            if todo and not deadline.passed:
+                _run_item(bench, prompt, seed, todo, lines, deadline)
+    finished = _finished(config.out)
+    wanted = {(prompt, seed, *task) for prompt, seed in items for task in tasks}
+    mine = {(prompt, seed, *task) for prompt, seed in shard.of(items) for task in tasks}
+    missing = wanted - finished
+    if not missing:
+        write_report(config.out, command=command)
+    return {
+        "out": str(config.out),
+        "done": len(wanted) - len(missing),
+        "missing": len(missing & mine),
+        "other_shards_missing": len(missing - mine),
+    }
+
+
+def _run_item(
+    bench: _Bench, prompt: str, seed: int, todo: Sequence[Task], lines: LineWriter, deadline: Deadline
+) -> None:
+    """Make the dense clip and what is missing of the variants of one prompt and seed."""
+    pipe, config = bench.pipe, bench.config
+    deadline.begin()
+    densities = sorted({1.0 - s for name, s in todo if s is not None and VARIANTS[name].hindsight})
+    assert config.block_size is not None
+    hindsight = Hindsight(densities, config.block_size) if densities and _one_transformer(pipe) else None
+    with hindsight.watching(pipe, _watched_steps(config)) if hindsight else nullcontext():
+        dense = generate_clip(pipe, config, prompt=prompt, seed=seed, name="dense")
+    deadline.end()
+    for name, sparsity in todo:
+        if deadline.passed:
+            return
+        deadline.begin()
+        record = {"prompt": prompt, "seed": seed, "variant": name, "sparsity": sparsity}
+        if sparsity is None:
+            with _other_kernel(pipe) as kernel:
+                clip = generate_clip(pipe, config, prompt=prompt, seed=seed, name=name)
+            record |= {"kernel": kernel} | _measured(bench, dense, clip)
+        else:
+            record |= _variant(bench, name, sparsity, prompt, seed, dense, hindsight)
+        lines.append(record)
+        deadline.end()
+        _tell(bench, record)
+
+
+def _variant(
+    bench: _Bench, name: str, sparsity: float, prompt: str, seed: int, dense: Clip, hindsight: Hindsight | None
+) -> dict[str, Any]:
+    from ..processors import sparse_attention, sparsity_summary, use_custom_selection
+
+    pipe, config, variant = bench.pipe, bench.config, VARIANTS[name]
+    if variant.hindsight and hindsight is None:
+        return {"skipped": "the pipeline has two transformers: which steps would be whose is not known beforehand"}
+    assert config.warmup is not None
+    assert config.block_size is not None
+    attention = config_of(
+        variant,
+        sparsity,
+        num_layers=bench.num_layers,
+        num_tokens=bench.num_tokens,
+        warmup=config.warmup,
+        block_size=config.block_size,
+        backend=config.backend,
+        orders=hindsight.table(1.0 - sparsity) if variant.hindsight and hindsight else None,
+    )
+    if isinstance(attention, str):
+        return {"skipped": attention}
+    with sparse_attention(pipe, attention):
+        if variant.custom is not None:
+            make = variant.custom
+            use_custom_selection(pipe, lambda layer: make(int(layer.rsplit(".", 1)[1])))
+        clip = generate_clip(pipe, config, prompt=prompt, seed=seed, name=name)
+        summary = sparsity_summary(pipe).to_dict()
+    kept = ("density_overall", "density_sparse_steps", "token_density_sparse_steps", "steps_dense", "steps_total")
+    orders = Counter(order for names in summary["orders"].values() for order in names)
+    if variant.custom is not None and variant.custom(0).order is not None:
+        orders = Counter()  # those of the config did not run
+    return (
+        {"kernel": summary["backend"], "orders": dict(orders), "notes": summary["notes"]}
+        | {key: summary[key] for key in kept}
+        | _measured(bench, dense, clip)
+    )
+
+
+def _measured(bench: _Bench, dense: Clip, clip: Clip) -> dict[str, Any]:
+    device = bench.pipe._execution_device
+    place = device if device.type == "cuda" else torch.device("cpu")
+    results = measure(dense.frames, clip.frames, metrics=DEFAULT_METRICS, lpips=bench.lpips, device=place)
+    return {
+        "metrics": {name: result.mean for name, result in results.items()},
+        "reasons": {name: result.reason for name, result in results.items() if result.reason is not None},
+        "identical_frames": results["psnr"].identical_frames,
+        "seconds": round(clip.seconds_total, 4),
+        "seconds_dense": round(dense.seconds_total, 4),
+    }
+
+
+@contextmanager
+def _other_kernel(pipe: Any) -> Iterator[str]:
+    """Run the dense attention of the pipeline with another kernel of PyTorch."""
+    from ..processors.install import transformers_of
+
+    kernel = FLOOR_BACKENDS.get(pipe._execution_device.type)
+    if kernel is None:
+        raise UserInputError(f"floor must be off on {pipe._execution_device}: it has one attention kernel only")
+    modules: list[Any] = [module for _, module in transformers_of(pipe)]
+    try:
+        for module in modules:
+            module.set_attention_backend(kernel)
+        yield kernel
+    finally:
+        for module in modules:
+            module.reset_attention_backend()
+
+
+def _lpips(config: StudyConfig, device: torch.device) -> dict[str, LoadedLpips | str]:
+    try:
+        place = device if device.type == "cuda" else "cpu"
+        return {"alex": load_lpips("alex", weights=config.lpips_weights, device=place)}
+    except MissingWeightsError as error:
+        return {"alex": str(error)}
+
+
+def _settings(config: StudyConfig, pipe: Any) -> dict[str, Any]:
+    """What decides a clip; prompts, seeds and variants may be added later, and shards run on other GPUs."""
+    names = (
+        "model", "steps", "frames", "height", "width", "guidance_scale", "negative_prompt", "max_sequence_length",
+        "warmup", "block_size", "backend", "dtype",
+    )  # fmt: skip
+    place = environment(pipe)
+    chosen = config.settings()
+    return {name: chosen[name] for name in names} | {
+        "weights": weights_digest(pipe),
+        "scheduler": type(pipe.scheduler).__name__,
+        "tokens": _num_tokens(pipe, config),
+        "environment": {key: place[key] for key in ("versions", "device", "device_name", "vae_dtype", "pipeline")},
+    }
+
+
+def _num_tokens(pipe: Any, config: RunConfig) -> int:
+    assert config.frames is not None
+    assert config.height is not None
+    assert config.width is not None
+    patch = transformer_of(pipe).config.patch_size
+    sizes = (
+        (config.frames - 1) // pipe.vae_scale_factor_temporal + 1,
+        config.height // pipe.vae_scale_factor_spatial,
+        config.width // pipe.vae_scale_factor_spatial,
+    )
+    return math.prod(size // factor for size, factor in zip(sizes, patch, strict=True))
+
+
+def _watched_steps(config: StudyConfig) -> tuple[int, ...]:
+    """Sparse steps whose recall decides the hindsight: the first, the middle and the last."""
+    assert config.steps is not None
+    assert config.warmup is not None
+    first = min(warmup_steps(config.warmup, config.steps), config.steps - 1)
+    span = config.steps - 1 - first
+    return tuple(dict.fromkeys(first + round(i * span / (_WATCHED_STEPS - 1)) for i in range(_WATCHED_STEPS)))
+
+
+def _one_transformer(pipe: Any) -> bool:
+    return getattr(pipe, "transformer_2", None) is None
+
+
+def _finished(out: Path) -> set[tuple[str, int, str, float | None]]:
+    return {(line["prompt"], line["seed"], line["variant"], line["sparsity"]) for line in read_lines(out, CLIPS)}
+
+
+def _tell(bench: _Bench, record: Mapping[str, Any]) -> None:
+    name = record["variant"] + ("" if record["sparsity"] is None else f" {100 * record['sparsity']:.4g} %")
+    if "skipped" in record:
+        text = f"skipped: {record['skipped']}"
+    else:
+        text = f"PSNR {record['metrics']['psnr']:.2f} dB, {record['seconds']:.2f} s"
+    bench.ticker.tick(f"{record['prompt'][:40]}, seed {record['seed']}: {name}: {text}")

@@ -1,0 +1,152 @@
+"""The report of a study, from the lines that are there: study.json, and study.html to look at."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..compare.files import write_json
+from ..compare.lines import read_lines
+from ..compare.page import write_page
+from ..compare.report import now
+from ..errors import UserInputError
+from ..eval import summarize
+from .recall_table import summarize_recall
+from .settings import read_settings
+from .study_page import study_page
+from .variants import FLOOR, VARIANTS
+
+CLIPS, RECALL = "clips", "recall"
+CLIPS_SETTINGS, RECALL_SETTINGS = "clips.settings.json", "recall.settings.json"
+CLIPS_SCHEMA, RECALL_SCHEMA = "diffsieve.study.clips/1", "diffsieve.study.recall/1"
+STUDY_SCHEMA = "diffsieve.study/1"
+REPORT, PAGE = "study.json", "study.html"
+_BASELINE = "paper"
+
+
+def write_report(out: Path, *, command: Sequence[str] | None = None) -> dict[str, Any]:
+    """Summarise the lines of a study and write study.json and study.html; of an unfinished one, what is there.
+
+    Args:
+        out: folder of the study.
+        command: the words of the command line that made it.
+
+    Returns:
+        What study.json holds.
+
+    Raises:
+        UserInputError: there are no lines.
+    """
+    report: dict[str, Any] = {
+        "schema": STUDY_SCHEMA,
+        "created": now(),
+        "command": None if command is None else list(command),
+        "clips": None,
+        "recall": None,
+    }
+    clips, recall = read_lines(out, CLIPS), read_lines(out, RECALL)
+    if not clips and not recall:
+        raise UserInputError(f"{out} must hold results of a study, got none")
+    if clips:
+        report["clips"] = {"settings": read_settings(out / CLIPS_SETTINGS, CLIPS_SCHEMA)} | summarize_clips(clips)
+    if recall:
+        report["recall"] = {"settings": read_settings(out / RECALL_SETTINGS, RECALL_SCHEMA)} | summarize_recall(recall)
+    write_page(out / PAGE, study_page(report))
+    write_json(out / REPORT, report)
+    return report
+
+
+def summarize_clips(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a row for each variant and sparsity: statistics over clips, and the gain over the paper's preset.
+
+    The gain is taken clip by clip, so that its deviation is that of the differences.
+    """
+    by_row: dict[tuple[str, float | None], dict[tuple[str, int], Mapping[str, Any]]] = {}
+    for line in lines:  # of two lines for one clip the later one counts
+        by_row.setdefault((line["variant"], line["sparsity"]), {})[line["prompt"], line["seed"]] = line
+    clips = sorted({clip for row in by_row.values() for clip in row})
+    rows = []
+    for variant, sparsity in sorted(by_row, key=_place):
+        found = by_row[variant, sparsity]
+        baseline = by_row.get((_BASELINE, sparsity), {})
+        rows.append({"variant": variant, "sparsity": sparsity} | _row(variant, found, baseline))
+    return {
+        "prompts": sorted({prompt for prompt, _ in clips}),
+        "seeds": sorted({seed for _, seed in clips}),
+        "clips": [list(clip) for clip in clips],
+        "complete": len({frozenset(found) for found in by_row.values()}) == 1,
+        "rows": rows,
+        "reasons": _reasons(lines),
+    }
+
+
+def _row(
+    variant: str,
+    found: Mapping[tuple[str, int], Mapping[str, Any]],
+    baseline: Mapping[tuple[str, int], Mapping[str, Any]],
+) -> dict[str, Any]:
+    about = "dense, another attention kernel" if variant == FLOOR else VARIANTS[variant].about
+    run = {clip: line for clip, line in sorted(found.items()) if "skipped" not in line}
+    skipped = sorted({line["skipped"] for line in found.values() if "skipped" in line})
+    if not run:
+        return {"about": about, "clips": 0, "skipped": skipped}
+    names = list(dict.fromkeys(name for line in run.values() for name in line["metrics"]))
+
+    def statistics(values: Sequence[float | None]) -> dict[str, Any]:
+        return summarize(values).to_dict()
+
+    def gain(name: str) -> dict[str, Any]:
+        pairs = [(line, baseline[clip]) for clip, line in run.items() if "metrics" in baseline.get(clip, {})]
+        values = [(line["metrics"][name], other["metrics"].get(name)) for line, other in pairs]
+        return statistics([None if a is None or b is None else a - b for a, b in values])
+
+    orders: Counter[str] = Counter()
+    for line in run.values():
+        orders.update(line.get("orders", {}))
+    return {
+        "about": about,
+        "clips": len(run),
+        "skipped": skipped,
+        "metrics": {name: statistics([line["metrics"].get(name) for line in run.values()]) for name in names},
+        "over_paper": {name: gain(name) for name in names} if baseline and variant != _BASELINE else None,
+        "density_overall": statistics([line.get("density_overall") for line in run.values()])["mean"],
+        "density_sparse_steps": statistics([line.get("density_sparse_steps") for line in run.values()])["mean"],
+        "kernels": sorted({line["kernel"] or "none" for line in run.values()}),
+        "orders": dict(orders.most_common()),
+        "seconds": statistics([line["seconds"] for line in run.values()]),
+        "psnr_by_clip": [line["metrics"]["psnr"] for line in run.values()],
+        "notes": sorted({note for line in run.values() for note in line.get("notes", [])}),
+    }
+
+
+def _reasons(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Why metrics have no value, by metric."""
+    found: dict[str, set[str]] = {}
+    for line in lines:
+        for name, reason in line.get("reasons", {}).items():
+            found.setdefault(name, set()).add(reason)
+    return {name: sorted(reasons) for name, reasons in found.items()}
+
+
+def _place(row: tuple[str, float | None]) -> tuple[float, int]:
+    variant, sparsity = row
+    known = list(VARIANTS)
+    return (-1.0 if sparsity is None else sparsity, known.index(variant) if variant in known else -1)
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Read a study.json.
+
+    Raises:
+        UserInputError: it is none.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserInputError(f"{path} cannot be read as a study: {error}") from None
+    if not isinstance(values, dict) or values.get("schema") != STUDY_SCHEMA:
+        raise UserInputError(f"{path} must be a study.json of this version, got another file")
+    return values

@@ -1,0 +1,173 @@
+"""The variants of block selection that a study compares, by name, all at equal density in the sparse steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import UserInputError
+from ..kernels.ba_att import CANDIDATE_ORDERS, CustomSelection, default_window
+from ..processors import BAAttConfig
+from .selections import antidiagonal, head_budgets, one_sided_sort, oracle, random_blocks
+
+FLOOR = "noise floor"
+"""Dense against dense with another kernel: what no method can be said to be better than."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to choose blocks.
+
+    Args:
+        about: what it is, in a line.
+        options: fields of `BAAttConfig` beside those that all variants share.
+        custom: made anew for every layer (by its number) and clip, in place of a step of BA-Att.
+        hindsight: whether the orders come from the recall in the very steps that follow.
+        window_factor: sorting window as a multiple of the usual one.
+        equal_total: whether the sparse layers keep less, so that with the dense ones the total is that of the others.
+        suites: that it belongs to.
+    """
+
+    about: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    custom: Callable[[int], CustomSelection] | None = None
+    hindsight: bool = False
+    window_factor: int | None = None
+    equal_total: bool = False
+    suites: tuple[str, ...] = ("fidelity",)
+
+
+_PLAIN: dict[str, Any] = {"cov_layers": "none", "log_count": False}
+
+
+def _raster(custom: Callable[[int], CustomSelection]) -> dict[str, Any]:
+    return {"options": {"order": "raster"}, "custom": custom}
+
+
+VARIANTS: dict[str, Variant] = {
+    "paper": Variant(
+        "BA-Att as published, the warm-up of the study", {"preset": "paper"}, suites=("fidelity", "orders", "sort")
+    ),
+    "default": Variant("the preset default, its first layer sparse too", suites=("fidelity", "orders")),
+    "preset default": Variant(
+        "the preset default as it ships: the first layer is dense, so the density is higher",
+        {"dense_layers": (0,)},
+        suites=("fidelity", "orders"),
+    ),
+    "first layer dense": Variant(
+        "the preset default, its sparse layers sparser by what the first layer costs",
+        {"dense_layers": (0,)},
+        equal_total=True,
+    ),
+    "mean pooling": Variant("raster, block means alone", {"order": "raster"} | _PLAIN, suites=("fidelity", "orders")),
+    **{
+        f"order {name}": Variant(f"default, all heads in order {name}", {"order": name}, suites=("fidelity", "orders"))
+        for name in CANDIDATE_ORDERS
+    },
+    "window x2": Variant("order hilbert_window, its window doubled", {"order": "hilbert_window"}, window_factor=2),
+    "no centring": Variant("default without centred keys", {"center_keys": False}),
+    "beta 1": Variant("default with the paper's weight of the second-order term", {"beta": 1.0}),
+    "no second order": Variant("default without the second-order term", {"cov_layers": "none"}),
+    "centroid": Variant("default, skipped blocks stood in for by their means", {"compensate": "centroid"}),
+    "halfk": Variant("default, scores exact on the side of the keys", {"score": "halfk"}),
+    "head budgets": Variant(
+        "default, the blocks of a layer shared among its heads by predicted mass", custom=lambda layer: head_budgets()
+    ),
+    "hindsight": Variant("the order of each head by its recall in later steps of the dense run", hindsight=True),
+    "antidiagonal 8": Variant("anti-diagonal sampling, stride 8", **_raster(lambda layer: antidiagonal(8))),
+    "antidiagonal 16": Variant("anti-diagonal sampling, stride 16", **_raster(lambda layer: antidiagonal(16))),
+    "random": Variant("blocks drawn at random", **_raster(random_blocks)),
+    "oracle": Variant("the exact attention mass as score, in the orders of default", custom=lambda layer: oracle()),
+    "oracle raster": Variant("the exact attention mass as score, in raster order", **_raster(lambda layer: oracle())),
+    "no sort": Variant("the paper's method without its sort", {"preset": "paper", "order": "raster"}, suites=("sort",)),
+    "sort queries": Variant(
+        "the paper's method, queries alone sorted",
+        {"preset": "paper", "order": "raster"},
+        custom=lambda layer: one_sided_sort("query"),
+        suites=("sort",),
+    ),
+    "sort keys": Variant(
+        "the paper's method, keys alone sorted",
+        {"preset": "paper", "order": "raster"},
+        custom=lambda layer: one_sided_sort("key"),
+        suites=("sort",),
+    ),
+}  # fmt: skip
+
+SUITES: dict[str, tuple[float, ...]] = {
+    "fidelity": (0.5, 0.6, 0.75, 0.9),
+    "orders": (0.5,),
+    "sort": (0.9, 0.7, 0.5),
+}
+"""Named sets of variants with their sparsities: everything; the presets, orders and mean pooling; the sort ablation."""
+
+
+def choose(suites: Sequence[str], variants: Sequence[str], sparsities: Sequence[float]) -> list[tuple[str, float]]:
+    """Return the pairs of variant and sparsity to run, sparsity by sparsity.
+
+    Args:
+        suites: names of `SUITES`.
+        variants: further names; with `suites` empty these alone.
+        sparsities: in place of those of the suites; 0.5 for variants without a suite.
+
+    Raises:
+        UserInputError: unknown names, a sparsity outside (0, 1), nothing to run.
+    """
+    for name, given, known in (("suite", suites, SUITES), ("variant", variants, VARIANTS)):
+        if unknown := [value for value in given if value not in known]:
+            raise UserInputError(f"{name} must be one of {', '.join(known)}, got {unknown[0]!r}")
+    if wrong := [value for value in sparsities if not 0 < value < 1]:
+        raise UserInputError(f"sparsity must be in (0, 1), got {wrong[0]}")
+    pairs: dict[tuple[str, float], None] = {}
+    for suite in suites:
+        members = [name for name, variant in VARIANTS.items() if suite in variant.suites]
+        pairs |= dict.fromkeys((name, value) for value in sparsities or SUITES[suite] for name in members)
+    pairs |= dict.fromkeys((name, value) for value in sparsities or (0.5,) for name in variants)
+    if not pairs:
+        raise UserInputError("suite or variant must name something to run, got neither")
+    return list(pairs)
+
+
+def config_of(
+    variant: Variant,
+    sparsity: float,
+    *,
+    num_layers: int,
+    num_tokens: int,
+    warmup: int | float,
+    block_size: int,
+    backend: str = "auto",
+    orders: Mapping[str, Any] | None = None,
+) -> BAAttConfig | str:
+    """Build the configuration of a variant, or say why there is none.
+
+    Args:
+        variant: of `VARIANTS`.
+        sparsity: of the sparse steps, in (0, 1).
+        num_layers: of the transformer.
+        num_tokens: of the video.
+        warmup: dense steps, a number or a share.
+        block_size: tokens per block.
+        backend: of the attention.
+        orders: table for `hindsight`.
+    """
+    options: dict[str, Any] = {"dense_layers": ()} | dict(variant.options)
+    density = 1.0 - sparsity
+    if variant.equal_total:
+        dense = len(options["dense_layers"])
+        density = (density * num_layers - dense) / (num_layers - dense) if num_layers > dense else 0.0
+        if density <= 0:
+            return f"{dense} dense of {num_layers} layers alone exceed a density of {1 - sparsity:.3g}"
+    if variant.window_factor is not None:
+        options["window"] = variant.window_factor * default_window(num_tokens, block_size)
+    if variant.hindsight:
+        options["orders"] = orders
+    return BAAttConfig(
+        density=round(density, 12),
+        warmup_steps=warmup,
+        min_tokens=0,
+        block_size=block_size,
+        backend=backend,
+        **options,
+    )

@@ -1,0 +1,170 @@
+"""The fidelity study on a tiny pipeline: equal density, resuming, shards, the report."""
+
+import json
+
+import pytest
+
+from diffsieve.compare.clip import generate_clip
+from diffsieve.compare.prepare import prepare, resolve_place
+from diffsieve.compare.shards import Deadline, Shard
+from diffsieve.errors import UserInputError
+from diffsieve.eval import psnr
+from diffsieve.processors import BAAttConfig, sparse_attention
+from diffsieve.study import SUITES, VARIANTS, study_clips
+from diffsieve.study.prompts import held_out_prompts
+from diffsieve.study.variants import FLOOR, choose, config_of
+from tests.tiny import wan_pipeline
+
+
+def lines_of(out):
+    return [json.loads(line) for path in sorted(out.glob("clips-*.jsonl")) for line in path.read_text().splitlines()]
+
+
+class Stop(Deadline):
+    """A deadline after so many pieces of work."""
+
+    def __init__(self, pieces):
+        super().__init__(None)
+        self.left = pieces
+
+    def end(self):
+        super().end()
+        self.left -= 1
+
+    @property
+    def passed(self):
+        return self.left <= 0
+
+
+def test_every_variant_runs_at_the_same_density_and_is_measured(pipe, study):
+    config = study(suites=("fidelity", "sort"))
+    result = study_clips(config, pipe=pipe, command=["diffsieve", "study", "clips"])
+    assert (result["missing"], result["other_shards_missing"]) == (0, 0)
+    report = json.loads((config.out / "study.json").read_text(encoding="utf-8"))
+    rows = {(row["variant"], row["sparsity"]): row for row in report["clips"]["rows"]}
+    assert set(rows) == {(FLOOR, None)} | {(name, s) for name in VARIANTS for s in (0.34, 0.6)}
+    assert result["done"] == len(rows)
+    # 3 blocks: two or one of them kept.
+    for (name, sparsity), row in rows.items():
+        if name == FLOOR:
+            assert row["kernels"] == ["_native_math"]
+            continue
+        if name in ("preset default", "first layer dense"):
+            continue
+        kept = {0.34: 2 / 3, 0.6: 1 / 3}[sparsity]
+        assert row["density_sparse_steps"] == pytest.approx(kept), name
+        assert row["metrics"]["psnr"]["n"] == row["clips"] == 1
+        assert row["metrics"]["lpips[alex]"]["mean"] is None
+    assert rows["first layer dense", 0.6]["skipped"] or rows["first layer dense", 0.6]["density_sparse_steps"] > 0.3
+    assert rows["preset default", 0.6]["density_sparse_steps"] == pytest.approx((1 + 2 / 3) / 3)
+    assert any("weights" in reason for reason in report["clips"]["reasons"]["lpips[alex]"])
+    assert rows[FLOOR, None]["metrics"]["psnr"]["mean"] > 60
+    assert rows["paper", 0.6]["over_paper"] is None
+    gain = rows["default", 0.6]["over_paper"]["psnr"]["mean"]
+    assert gain == pytest.approx(rows["default", 0.6]["psnr_by_clip"][0] - rows["paper", 0.6]["psnr_by_clip"][0])
+    distinct = {round(rows[name, 0.6]["psnr_by_clip"][0], 6) for name in VARIANTS if rows[name, 0.6]["clips"]}
+    assert len(distinct) > 12, "variants must not all be the same computation"
+    page = (config.out / "study.html").read_text(encoding="utf-8")
+    assert "PSNR against sparsity" in page
+    assert "<td>antidiagonal 8</td>" in page
+
+
+def test_a_variant_is_what_a_user_would_run(pipe, study):
+    config = study(suites=(), variants=("paper",), sparsities=(0.6,), floor=False)
+    study_clips(config, pipe=pipe)
+    (line,) = lines_of(config.out)
+    filled = prepare(resolve_place(config, pipe), pipe=pipe, attention=None).config
+    dense = generate_clip(pipe, filled, prompt="a cat moves left", seed=0).frames
+    own = BAAttConfig(preset="paper", sparsity=0.6, warmup_steps=0.2, block_size=16, min_tokens=0)
+    with sparse_attention(pipe, own):
+        sparse = generate_clip(pipe, filled, prompt="a cat moves left", seed=0).frames
+    assert line["metrics"]["psnr"] == psnr(dense, sparse).mean
+
+
+def test_a_stopped_study_goes_on_and_ends_up_the_same(pipe, study, tmp_path):
+    changes = {"suites": (), "variants": ("paper", "random", "hindsight"), "seed": (0, 1)}
+    config = study(**changes)
+    first = study_clips(config, pipe=pipe, deadline=Stop(3))
+    assert (first["done"], first["missing"]) == (2, 12)
+    assert not (config.out / "study.json").exists()
+    before = lines_of(config.out)
+    told = []
+    second = study_clips(config, pipe=pipe, progress=told.append)
+    assert (second["done"], second["missing"], len(told)) == (14, 0, 12)
+    assert told[-1].startswith("[12/12, 0:00:00 left] a cat moves left, seed 1: ")
+    assert lines_of(config.out)[:2] == before
+    whole = study(**changes, out=tmp_path / "whole")
+    study_clips(whole, pipe=pipe)
+
+    def figures(out):
+        return {(x["seed"], x["variant"], x["sparsity"]): x["metrics"] for x in lines_of(out)}
+
+    assert figures(config.out) == figures(whole.out)
+
+
+def test_shards_share_the_clips_and_the_last_one_reports(pipe, study):
+    config = study(suites=(), variants=("paper",), sparsities=(0.6,), seed=(0, 1, 2))
+    one = study_clips(config, pipe=pipe, shard=Shard(0, 2))
+    assert one == {"out": str(config.out), "done": 4, "missing": 0, "other_shards_missing": 2}
+    assert not (config.out / "study.json").exists()
+    other = study_clips(config, pipe=pipe, shard=Shard(1, 2))
+    assert (other["done"], other["other_shards_missing"]) == (6, 0)
+    assert (config.out / "study.json").exists()
+    assert {path.name for path in config.out.glob("*.jsonl")} == {"clips-0.jsonl", "clips-1.jsonl"}
+
+
+def test_more_may_be_asked_for_later_but_not_something_else(pipe, study):
+    config = {"suites": (), "variants": ("paper",), "sparsities": (0.6,)}
+    study_clips(study(**config), pipe=pipe)
+    assert study_clips(study(**config | {"variants": ("paper", "random"), "seed": (0, 1)}), pipe=pipe)["done"] == 6
+    with pytest.raises(UserInputError, match="steps must be 5 to resume"):
+        study_clips(study(**config, steps=4), pipe=pipe)
+    with pytest.raises(UserInputError, match="warmup must be"):
+        study_clips(study(**config, warmup=0.5), pipe=pipe)
+
+
+def test_two_transformers_have_no_hindsight(study):
+    config = study(suites=(), variants=("hindsight", "paper"), sparsities=(0.6,), floor=False)
+    study_clips(config, pipe=wan_pipeline(two=True))
+    skipped = {line["variant"]: line.get("skipped") for line in lines_of(config.out)}
+    assert "two transformers" in skipped["hindsight"]
+    assert skipped["paper"] is None
+
+
+def test_prompts_must_be_given_for_other_models(pipe, study):
+    with pytest.raises(UserInputError, match="only mini-wan has prompts of its own"):
+        study_clips(study(prompt=()), pipe=pipe)
+    assert len(set(held_out_prompts(24))) == 24
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((("nothing",), (), ()), "suite must be one of"),
+        (((), ("nothing",), ()), "variant must be one of"),
+        (((), ("paper",), (1.0,)), r"sparsity must be in \(0, 1\)"),
+        (((), (), ()), "got neither"),
+    ],
+    ids=["suite", "variant", "sparsity", "nothing"],
+)
+def test_wrong_choices_are_refused(arguments, message):
+    with pytest.raises(UserInputError, match=message):
+        choose(*arguments)
+
+
+def test_suites_name_their_sparsities():
+    assert {s for _, s in choose(("sort",), (), ())} == {0.5, 0.7, 0.9}
+    assert {s for _, s in choose(("fidelity",), (), ())} == {0.5, 0.6, 0.75, 0.9}
+    assert len(choose(tuple(SUITES), (), ())) == len(set(choose(tuple(SUITES), (), ())))
+    assert choose((), ("random",), ()) == [("random", 0.5)]
+
+
+def test_equal_totals_hold_back_what_the_dense_layer_costs():
+    arguments = {"num_layers": 8, "num_tokens": 4032, "warmup": 0.2, "block_size": 128}
+    config = config_of(VARIANTS["first layer dense"], 0.5, **arguments)
+    assert isinstance(config, BAAttConfig)
+    assert (1 + 7 * config.kept) / 8 == pytest.approx(0.5)
+    assert "exceed a density of 0.1" in config_of(VARIANTS["first layer dense"], 0.9, **arguments)
+    window = config_of(VARIANTS["window x2"], 0.5, **arguments)
+    assert isinstance(window, BAAttConfig)
+    assert window.window == 512
