@@ -23,9 +23,10 @@ from ..compare.report import environment
 from ..eval.clips import open_clip
 from .errors import AppError
 from .jobs import Follow, Jobs, Tell
-from .limits import Limits, Request, check_request, check_sweep, whole
+from .limits import Limits, Request, check_request, check_sweep, number, whole
 from .models import LoadedModel, Shelf
 from .store import POSTER, Run, Store, run_digest
+from .views import layer_name
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Handlers:
             for value in values
         ]
         with self.jobs.run(owner) as job:
-            return [self._run(c, Follow(job, tell, number, len(configs))) for number, c in enumerate(configs)]
+            return [self._run(c, Follow(job, tell, place, len(configs))) for place, c in enumerate(configs)]
 
     def load(self, name: Any, *, owner: str) -> LoadedModel:
         """Return a model with its defaults, loading it the first time."""
@@ -148,7 +149,7 @@ class Handlers:
         rows, columns = bits.shape
         return mask_picture(
             torch.from_numpy(bits)[None],
-            title=f"{_layer_name(str(layer))}, step {step + 1}, head {head}",
+            title=f"{layer_name(str(layer))}, step {step + 1}, head {head}",
             notes=(f"{rows} x {columns} blocks of {masks.block_size} tokens", f"numbered in {order} order"),
         )
 
@@ -175,6 +176,21 @@ class Handlers:
         layout = AttentionLayout.of(masks.grid_thw, (frames.shape[-2], frames.shape[-1]), frame)
         picture = attention_picture(frames, attended, (frame, row, column), layout)
         return Spot(picture, layout, (frame, row, column), int(attended.sum()), attended.size)
+
+    def locate(self, run_id: Any, frame: Any, x: Any, y: Any) -> tuple[int, int, int] | None:
+        """Return the token under a point of the picture of `spot_view`, or `None` beside its frames.
+
+        Args:
+            run_id: a run.
+            frame: of the query that the picture shows.
+            x: pixels from the left.
+            y: pixels from the top.
+        """
+        grid = self.masks(run_id).grid_thw
+        settings = self.store.find(run_id).report["settings"]
+        frame = whole("frame", frame, 0, grid[0] - 1)
+        x, y = (number(name, value, 0, 10**5) for name, value in (("x", x), ("y", y)))
+        return AttentionLayout.of(grid, (settings["height"], settings["width"]), frame).locate(x, y)
 
     def _run(self, config: CompareConfig, follow: Follow) -> Run:
         model = self.shelf.get(config.model)
@@ -213,12 +229,6 @@ def write_poster(folder: Path, clip: Any) -> None:
     image = enlarge(frame, magnification(frame.width, _POSTER_WIDTH)) if frame.width < _POSTER_WIDTH else frame
     image.thumbnail((_POSTER_WIDTH, _POSTER_WIDTH))
     write_png(folder / POSTER, image)
-
-
-def _layer_name(layer: str) -> str:
-    """Return "layer 3" for "transformer.blocks.3", with the transformer where a pipeline has two."""
-    head, _, number = layer.rpartition(".")
-    return f"layer {number}" + (", second transformer" if head.startswith("transformer_2") else "")
 
 
 @lru_cache(maxsize=2)

@@ -52,7 +52,7 @@ class Request:
         method: of `METHODS`.
         preset: of BA-Att.
         sparsity: share of block pairs skipped.
-        warmup: dense steps at the start.
+        warmup: share of the steps that run dense first.
         steps: denoising steps.
         frames: of the clip.
         width: pixels.
@@ -101,9 +101,6 @@ def check_request(request: Request, limits: Limits, models: Sequence[str]) -> Co
     negative = _text("negative prompt", request.negative_prompt, limits.prompt)
     method = _choice("method", request.method, list(METHODS))
     steps = whole("steps", request.steps, 1, limits.steps)
-    warmup = whole("warm-up steps", request.warmup, 0, limits.steps)
-    if warmup > steps:
-        raise UserInputError(f"warm-up steps must be at most the number of steps, {steps}, got {warmup}")
     frames = whole("frames", request.frames, 1, limits.frames)
     width, height = (_side(name, getattr(request, name), limits.side) for name in ("width", "height"))
     if frames * width * height > limits.pixels:
@@ -118,7 +115,7 @@ def check_request(request: Request, limits: Limits, models: Sequence[str]) -> Co
         method=method,
         preset=_choice("preset", request.preset, PRESETS),
         sparsity=number("sparsity", request.sparsity, 0.0, 0.99),
-        warmup=warmup,
+        warmup=number("warm-up", request.warmup, 0.0, 1.0),
         steps=steps,
         frames=frames,
         width=width,
@@ -143,6 +140,20 @@ def check_sweep(values: Any, limits: Limits) -> list[float]:
     if not 1 <= len(values) <= limits.sweep:
         raise UserInputError(f"sparsities must hold 1 to {limits.sweep} numbers, got {len(values)}")
     return sorted({number("sparsity", value, 0.0, 0.99) for value in values})
+
+
+def parse_percentages(text: Any) -> list[float]:
+    """Read "25, 50" as [0.25, 0.5].
+
+    Raises:
+        UserInputError: not numbers with commas.
+    """
+    if not isinstance(text, str) or len(text) > 200:
+        raise UserInputError(f"sparsities must be numbers with commas such as 25, 50, got {shown(text)}")
+    try:
+        return [float(part.strip().removesuffix("%")) / 100 for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise UserInputError(f"sparsities must be numbers with commas such as 25, 50, got {shown(text)}") from None
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:

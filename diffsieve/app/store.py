@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..compare.files import atomic_path
 from ..compare.folder import REPORT, exclusive
 from ..errors import UserInputError
 from .errors import AppError
@@ -187,6 +188,14 @@ class Store:
                 part = target.with_name(f".{target.name}-{os.getpid()}")
                 shutil.copyfile(source, part)
                 os.replace(part, target)
+        return target
+
+    def publish_text(self, run: Run, name: str, text: str) -> Path:
+        """Return a text file, such as a script, beside the published files of a run."""
+        target = self.served / "runs" / run.id / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(target) as part:
+            part.write_text(text, encoding="utf-8")
         return target
 
     def clean(self) -> None:

@@ -78,7 +78,7 @@ def facts(run: Run) -> str:
         ("prompt", clip["prompt"]),
         ("negative prompt", settings["negative_prompt"] or "none"),
         ("model", settings["model"]),
-        ("method", f"{run_label(run)}, {settings['warmup']} warm-up steps"),
+        ("method", f"{run_label(run)}, warm-up {_share(settings['warmup'])} % of the steps"),
         ("clip", f"{settings['frames']} frames of {settings['width']} x {settings['height']} pixels"),
         ("steps, guidance, seed", f"{settings['steps']}, {settings['guidance_scale']:g}, {clip['seed']}"),
         ("attention kernel", f"dense: PyTorch SDPA; sparse: {clip['sparsity']['backend'] or 'none ran'}"),
@@ -204,6 +204,27 @@ def empty(title: str, text: str) -> str:
 def status(text: str, kind: str = "info") -> str:
     """Return the line under the buttons; `kind` is "info", "good" or "bad", which the text must say too."""
     return f'<p class="ds-status ds-{kind}" role="status">{escape(text)}</p>'
+
+
+def progress(share: float, text: str) -> str:
+    """Return the line under the buttons while a run is at work, with a bar; `share` is in [0, 1]."""
+    per_cent = round(100 * share)
+    bar = (
+        f'<span class="ds-progress" role="progressbar" aria-label="Progress" aria-valuemin="0" aria-valuemax="100" '
+        f'aria-valuenow="{per_cent}"><i style="width:{per_cent}%"></i></span>'
+    )
+    return f'<div class="ds-status" role="status">{escape(text[:1].upper() + text[1:])}{bar}</div>'
+
+
+def plain(text: str) -> str:
+    """Return a text for a toast, which Gradio shows as HTML."""
+    return escape(text)
+
+
+def layer_name(layer: str) -> str:
+    """Return "layer 3" for "transformer.blocks.3", with the transformer where a pipeline has two."""
+    head, _, number = layer.rpartition(".")
+    return f"layer {number}" + (", second transformer" if head.startswith("transformer_2") else "")
 
 
 def done_line(run: Run, seconds: float) -> str:

@@ -64,7 +64,7 @@ def test_the_model_is_loaded_once(tmp_path):
     handlers.store.close()
 
 
-@pytest.mark.parametrize("changes", [{"sparsity": 0.75}, {"warmup": 2}, {"block_size": 6}, {"preset": "paper"}])
+@pytest.mark.parametrize("changes", [{"sparsity": 0.75}, {"warmup": 0.5}, {"block_size": 6}, {"preset": "paper"}])
 def test_the_dense_clip_is_reused_when_only_the_sparse_attention_changes(handlers, told, changes):
     first = run(handlers)
     second = run(handlers, told, **changes)

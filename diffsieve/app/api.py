@@ -1,0 +1,91 @@
+"""The endpoints for programs, with stable names; `docs/app.md` shows how to call them with gradio_client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio as gr
+
+from .errors import explain
+from .events import MODEL_QUEUE, owner_of
+from .handlers import Handlers
+from .limits import Request, parse_percentages
+from .page import Page
+from .store import Run
+from .views import plain
+
+_CLIPS = ("dense", "sparse", "side_by_side")
+
+
+def add_api(page: Page, handlers: Handlers) -> None:
+    """Add the endpoints; their components are not shown."""
+
+    def failed(error: Exception) -> gr.Error:
+        return gr.Error(plain(str(explain(error))), print_exception=False)
+
+    # Gradio fills in the first two, by annotation and by default.
+    def compare(request: gr.Request, progress: gr.Progress = gr.Progress(), *values: Any) -> tuple[Any, ...]:  # noqa: B008
+        try:
+            run = handlers.compare(Request(*values), owner=owner_of(request), tell=_teller(progress))
+        except Exception as error:
+            raise failed(error) from error
+        return *(_published(run, key) for key in _CLIPS), {"id": run.id, "report": run.report}
+
+    def sweep(request: gr.Request, progress: gr.Progress = gr.Progress(), *values: Any) -> dict[str, Any]:  # noqa: B008
+        try:
+            runs = handlers.sweep(
+                Request(*values[:-1]),
+                parse_percentages(values[-1]),
+                owner=owner_of(request),
+                tell=_teller(progress),
+            )
+        except Exception as error:
+            raise failed(error) from error
+        return {"runs": [{"id": run.id, "report": run.report} for run in runs]}
+
+    def attention(run_id: Any, layer: Any, step: Any, head: Any, *token: Any) -> tuple[Any, ...]:
+        try:
+            spot = handlers.spot_view(run_id, layer, step, head, token)
+            mask = handlers.mask_view(run_id, layer, step, head)
+        except Exception as error:
+            raise failed(error) from error
+        return mask, spot.picture, {"attended": spot.attended, "tokens": spot.tokens}
+
+    def masks(run_id: Any) -> dict[str, Any]:
+        try:
+            found = handlers.masks(run_id)
+        except Exception as error:
+            raise failed(error) from error
+        layers = {layer: found.steps_of(layer) for layer in found.layer_names()}
+        return {"layers": layers, "heads": found.heads, "grid": found.grid_thw, "block_size": found.block_size}
+
+    def runs() -> dict[str, Any]:
+        found = handlers.runs()
+        return {"runs": [{"id": r.id, "kept": r.kept, "example": r.example, "report": r.report} for r in found]}
+
+    def cancel(request: gr.Request) -> int:
+        return handlers.cancel(owner_of(request))
+
+    def _published(run: Run, key: str) -> str | None:
+        path = handlers.store.publish(run, key)
+        return None if path is None else str(path)
+
+    with page.blocks, gr.Column(visible=False):
+        caller = gr.Button()
+        clips = [gr.File(label=key) for key in _CLIPS]
+        answer = gr.JSON(label="report")
+        sparsities = gr.Textbox(label="sparsities, %")
+        run_id, layer = gr.Textbox(label="run"), gr.Textbox(label="layer")
+        numbers = [gr.Number(label=name, precision=0) for name in ("step", "head", "frame", "row", "column")]
+        pictures = [gr.Image(label=name, type="pil", format="png") for name in ("mask", "attended")]
+        ask = page.ask.list()
+        caller.click(compare, ask, [*clips, answer], api_name="compare", preprocess=False, **MODEL_QUEUE)
+        caller.click(sweep, [*ask, sparsities], answer, api_name="sweep", preprocess=False, **MODEL_QUEUE)
+        caller.click(masks, run_id, answer, api_name="masks", preprocess=False)
+        caller.click(attention, [run_id, layer, *numbers], [*pictures, answer], api_name="attention", preprocess=False)
+        caller.click(runs, None, answer, api_name="runs")
+        caller.click(cancel, None, numbers[0], api_name="cancel", queue=False)
+
+
+def _teller(progress: gr.Progress) -> Any:
+    return lambda share, text: progress(share, desc=text)

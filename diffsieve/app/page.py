@@ -1,0 +1,294 @@
+"""The page: what is on it and where. What it does is in `events`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from ..compare import METHODS
+from . import views
+from .limits import PRESETS, Limits
+from .models import LoadedModel
+from .store import Run
+
+ASSETS = Path(__file__).parent / "assets"
+SWEEP = "25, 50, 75, 90"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The controls of a request, in the order of `Request`."""
+
+    model: Any
+    prompt: Any
+    negative_prompt: Any
+    method: Any
+    preset: Any
+    sparsity: Any
+    warmup: Any
+    steps: Any
+    frames: Any
+    width: Any
+    height: Any
+    seed: Any
+    guidance: Any
+    block_size: Any
+    min_tokens: Any
+
+    def list(self) -> list[Any]:
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What shows a run."""
+
+    headline: Any
+    player: Any
+    curves: Any
+    metrics: Any
+    cost: Any
+    facts: Any
+    files: Any
+    code: Any
+    report: Any
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The view of block masks."""
+
+    layer: Any
+    head: Any
+    step: Any
+    mask: Any
+    picture: Any
+    told: Any
+    frame: Any
+    row: Any
+    column: Any
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """The finished runs."""
+
+    pictures: Any
+    ids: Any
+    keep: Any
+    told: Any
+    left: Any
+    right: Any
+    both: Any
+    player: Any
+    table: Any
+
+
+@dataclass(frozen=True)
+class Page:
+    """All components that events touch."""
+
+    blocks: gr.Blocks
+    ask: Ask
+    run: Any
+    cancel: Any
+    status: Any
+    examples: Any
+    tabs: Any
+    current: Any
+    results: Results
+    attention: Attention
+    sweep_values: Any
+    sweep_run: Any
+    sweep: Any
+    gallery: Gallery
+
+
+def theme() -> gr.themes.Base:
+    """Return the look: the fonts of the machine, so that nothing is fetched, and quiet colours."""
+    blue = gr.themes.Color("#f0f6fc", "#e0ecf8", "#c3daf0", "#98c0e4", "#659fd3", "#3f80bd", "#2563a8", "#1f5290",
+                           "#1b4474", "#173a62", "#102742")  # fmt: skip
+    return gr.themes.Base(
+        primary_hue=blue,
+        neutral_hue=gr.themes.colors.slate,
+        radius_size=gr.themes.sizes.radius_md,
+        spacing_size=gr.themes.sizes.spacing_sm,
+        text_size=gr.themes.sizes.text_md,
+        font=["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
+        font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "monospace"],
+    ).set(
+        button_primary_background_fill="*primary_600",
+        button_primary_background_fill_hover="*primary_700",
+        button_primary_text_color="white",
+        button_primary_background_fill_dark="*primary_600",
+        block_label_text_size="*text_sm",
+        block_title_text_size="*text_sm",
+        block_title_text_weight="550",
+        block_border_width="1px",
+        block_shadow="none",
+        input_border_width="1px",
+        slider_color="*primary_600",
+    )
+
+
+def head() -> str:
+    """Return what goes into the page's head: the player."""
+    return f"<script>{(ASSETS / 'player.js').read_text(encoding='utf-8')}</script>"
+
+
+def css() -> str:
+    return (ASSETS / "app.css").read_text(encoding="utf-8")
+
+
+def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str, examples: list[Run]) -> Page:
+    """Lay the page out, without events.
+
+    Args:
+        models: names that may be chosen.
+        first: the model that the page starts with.
+        limits: of a request.
+        place: where it runs, in words.
+        examples: runs that load at once.
+    """
+    # Files that Gradio copied go after a day; the sweep runs every hour.
+    with gr.Blocks(title="diffsieve", delete_cache=(3600, 86400), analytics_enabled=False) as blocks:
+        gr.HTML(
+            '<header class="ds-header"><h1>diffsieve</h1>'
+            "<p>the same noise twice: dense attention against sparse attention</p>"
+            f"<p>{escape(place)}</p></header>"
+        )
+        current = gr.State(None)
+        with gr.Row(elem_id="ds-main"):
+            with gr.Column(elem_id="ds-ask"):
+                prompt = gr.Textbox(label="Prompt", value=first.defaults.prompts[0], lines=2, max_lines=5,
+                                    max_length=limits.prompt)  # fmt: skip
+                with gr.Row(elem_id="ds-buttons"):
+                    run = gr.Button("Compare", variant="primary", elem_id="ds-run")
+                    cancel = gr.Button("Cancel", variant="stop", elem_id="ds-cancel", interactive=False)
+                status = gr.HTML(views.status("Ready."), elem_id="ds-told")
+            with gr.Column(elem_id="ds-settings"):
+                ask = _settings(models, first, limits, prompt, examples)
+                shown = [[views.run_title(run)] for run in examples]
+                labels = [f"{run.clip['prompt']} ({views.run_label(run)})" for run in examples]
+                chosen = gr.Dataset(
+                    label="Examples, shown at once",
+                    components=[gr.Textbox(visible=False)],
+                    samples=shown,
+                    sample_labels=labels or None,
+                    type="index",
+                    visible=bool(examples),
+                    elem_id="ds-examples",
+                )
+            with gr.Column(elem_id="ds-results"), gr.Tabs(selected="compare") as tabs:
+                results, attention = _result_tabs()
+                with gr.Tab("Sweep", id="sweep"):
+                    values = gr.Textbox(
+                        SWEEP,
+                        label="Sparsities, %",
+                        info=f"1 to {limits.sweep} numbers with commas; everything else as set on the left. "
+                        "The dense clip is generated once.",
+                        max_length=100,
+                    )
+                    sweep_run = gr.Button("Run the sweep", variant="primary")
+                    sweep = gr.HTML(
+                        views.empty(
+                            "No sweep yet", "Quality, density and time over the sparsity, as curves and a table."
+                        )
+                    )
+                gallery = _gallery()
+    return Page(blocks, ask, run, cancel, status, chosen, tabs, current, results, attention, values, sweep_run, sweep,
+                gallery)  # fmt: skip
+
+
+def _settings(models: list[str], first: LoadedModel, limits: Limits, prompt: Any, examples: list[Run]) -> Ask:
+    defaults = first.defaults
+    with gr.Group():
+        model = gr.Dropdown(models, value=first.name, label="Model", interactive=True, visible=True)
+        with gr.Row():
+            method = gr.Dropdown([(m.label, name) for name, m in METHODS.items()], value="ba-att", label="Method",
+                                 min_width=120)  # fmt: skip
+            preset = gr.Dropdown(list(PRESETS), value="default", label="Preset", min_width=120)
+        sparsity = gr.Slider(0, 0.95, value=0.5, step=0.05, label="Sparsity, share of block pairs skipped")
+        warmup = gr.Slider(0, 1, value=0.2, step=0.05, label="Warm-up, share of the steps that run dense first")
+    with gr.Group():
+        with gr.Row():
+            steps = gr.Number(defaults.steps, label="Steps", min_width=90)
+            frames = gr.Number(defaults.frames, label="Frames", min_width=90)
+            seed = gr.Number(0, label="Seed", min_width=90)
+        with gr.Row():
+            width = gr.Number(defaults.width, label="Width, px", step=16, min_width=90)
+            height = gr.Number(defaults.height, label="Height, px", step=16, min_width=90)
+            guidance = gr.Number(defaults.guidance_scale, label="Guidance", step=0.5, min_width=90)
+    with gr.Accordion("More settings", open=False):
+        negative = gr.Textbox(label="Negative prompt", lines=1, max_length=limits.prompt)
+        with gr.Row():
+            block_size = gr.Number(128, label="Block size, tokens", min_width=120)
+            min_tokens = gr.Number(None, label="Shortest sparse sequence, tokens", info="empty: where it pays",
+                                   min_width=120)  # fmt: skip
+    return Ask(model, prompt, negative, method, preset, sparsity, warmup, steps, frames, width, height, seed, guidance,
+               block_size, min_tokens)  # fmt: skip
+
+
+def _result_tabs() -> tuple[Results, Attention]:
+    with gr.Tab("Compare", id="compare"):
+        player = gr.HTML(
+            views.empty(
+                "Nothing compared yet",
+                "Write a prompt and press Compare, or take an example, which is there at once. Dense and sparse "
+                "clips then play here in step.",
+            )
+        )
+        headline = gr.HTML()
+    with gr.Tab("Metrics", id="metrics"):
+        metrics = gr.HTML(views.empty("No metrics yet", "PSNR, SSIM and LPIPS against the dense clip, and per frame."))
+        curves = gr.HTML()
+        cost = gr.HTML()
+    with gr.Tab("Attention", id="attention"):
+        told = gr.HTML(views.empty("No block mask yet", "Which blocks of keys each head computed, step by step."))
+        with gr.Row():
+            layer = gr.Dropdown([], label="Layer", min_width=130, interactive=True)
+            head_number = gr.Slider(0, 1, value=0, step=1, label="Head", min_width=130, interactive=True)
+            step = gr.Dropdown([], label="Step", min_width=110, interactive=True)
+        with gr.Row():
+            mask = gr.Image(label="Block mask", type="pil", format="png", interactive=False, buttons=["download"],
+                            min_width=280, scale=2, alt_text="Block mask of the chosen layer, head and step",
+                            elem_id="ds-mask")  # fmt: skip
+            picture = gr.Image(label="Click a spot: where its query looked", type="pil", format="png",
+                               interactive=False, buttons=["download"], min_width=300, scale=5, elem_id="ds-spot",
+                               alt_text="Frames; tokens that the query did not attend to are dark")  # fmt: skip
+        with gr.Row():
+            frame = gr.Slider(0, 1, value=0, step=1, label="Query: frame of the token grid", min_width=150)
+            row = gr.Slider(0, 1, value=0, step=1, label="Query: row, tokens from the top", min_width=150)
+            column = gr.Slider(0, 1, value=0, step=1, label="Query: column, tokens from the left", min_width=150)
+    with gr.Tab("Run info", id="info"):
+        facts = gr.HTML(views.empty("No run yet", "What was compared, on which hardware, and files to download."))
+        files = gr.File(label="Downloads: clips, report, Python lines", file_count="multiple", interactive=False)
+        code = gr.Code(label="The same in Python", language="python", interactive=False, lines=4)
+        with gr.Accordion("Report, JSON", open=False):
+            report = gr.JSON(label="report.json", show_label=False, open=False, max_height=420)
+    return (
+        Results(headline, player, curves, metrics, cost, facts, files, code, report),
+        Attention(layer, head_number, step, mask, picture, told, frame, row, column),
+    )
+
+
+def _gallery() -> Gallery:
+    with gr.Tab("Gallery", id="gallery"):
+        pictures = gr.Gallery(label="Finished runs: choose one to show it", columns=5, height="auto", interactive=False,
+                              object_fit="cover", allow_preview=False, buttons=[], elem_id="ds-gallery")  # fmt: skip
+        ids = gr.State([])
+        with gr.Row():
+            keep = gr.Button("Keep the run that is shown", size="sm", min_width=200)
+            told = gr.HTML(views.status("Runs that are not kept go after a week, or when the folder is full."))
+        with gr.Row():
+            left = gr.Dropdown([], label="Left", min_width=240, interactive=True)
+            right = gr.Dropdown([], label="Right", min_width=240, interactive=True)
+        both = gr.Button("Set both sparse clips side by side")
+        player = gr.HTML()
+        table = gr.HTML()
+    return Gallery(pictures, ids, keep, told, left, right, both, player, table)
