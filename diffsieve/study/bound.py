@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from ..kernels.ba_att import TokenOrders, gather_tokens
 from ..kernels.ba_att.statistics import block_means
@@ -57,4 +58,5 @@ def _spread(tokens: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.
 
 def _block_max(values: torch.Tensor, block_size: int) -> torch.Tensor:
     """Largest value of every block of the last dimension."""
-    return torch.stack([block.amax(dim=-1) for block in values.split(block_size, dim=-1)], dim=-1)
+    padded = F.pad(values, (0, -values.shape[-1] % block_size), value=-torch.inf)
+    return padded.unflatten(-1, (-1, block_size)).amax(dim=-1)
