@@ -14,16 +14,15 @@ import torch
 from diffsieve.errors import UserInputError
 
 from ..block_sparse import MAX_BLOCK_SIZE, block_sparse_attention, choose_backend
+from .centroids import add_centroids
 from .custom import CustomSelection
-from .ordering import Grid, Orders, TokenOrders, gather_tokens, token_orders, undo_order
+from .fused import fuses, gather_with_means, gather_with_statistics, scatter_tokens
+from .ordering import Grid, Orders, TokenOrders, gather_tokens, token_orders
 from .scores import score_blocks
 from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p
-from .statistics import BlockStatistics, block_means, block_statistics
+from .statistics import BlockStatistics
 
 __all__ = ["BAAttInfo", "ba_attention"]
-
-# Logits of (tokens x key blocks) held at a time by the centroid term (256 MiB in fp32).
-_CHUNK = 1 << 26
 
 
 class BAAttInfo(NamedTuple):
@@ -145,9 +144,14 @@ def ba_attention(
                 window=window,
                 descending=descending,
             )
-        q = gather_tokens(video_query, order.query)
-        k, v = gather_tokens(video_key, order.key), gather_tokens(video_value, order.key)
-        query_stats, key_stats = block_statistics(q.detach(), block_size), block_statistics(k.detach(), block_size)
+        differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        fused = not differentiable and fuses(video_query, block_size, backend)
+        q, query_stats = gather_with_statistics(video_query, order.query, block_size, fused=fused)
+        k, key_stats = gather_with_statistics(video_key, order.key, block_size, fused=fused)
+        if compensate == "centroid":
+            v, value_mean = gather_with_means(video_value, order.key, block_size, fused=fused)
+        else:
+            v = gather_tokens(video_value, order.key)
         kept = _video_budget(density, key_stats, num_text, block_size)
         block_count = None
         if custom is not None and custom.select is not None:
@@ -181,15 +185,17 @@ def ba_attention(
             out, lse = attend(q, k, v, block_index, block_count)
             if compensate == "centroid":
                 kept_mask = block_mask(block_index, block_count, key_stats.size.shape[0])
-                value_mean = block_means(v, block_size)
-                out, lse = _add_centroids(out, lse, q, key_stats, value_mean, kept_mask, block_size, scale)
+                means = (key_stats.mean, value_mean, key_stats.size)
+                out, lse = add_centroids(
+                    out, lse, q, *means, kept_mask, block_size=block_size, scale=scale, fused=fused
+                )
             if num_text:
                 text_key, text_value = (_text_tokens(x, text_prefix, text_suffix) for x in (key, value))
                 every = torch.arange(-(-num_text // block_size), dtype=torch.int32, device=q.device)
                 every = every.expand(*block_index.shape[:3], -1).contiguous()
                 out, _ = _merge(out, lse, *attend(q, text_key, text_value, every, None))
     with stage("selection"):
-        out = undo_order(out, order.query)
+        out = scatter_tokens(out, order.query, fused=fused)
     if num_text:
         with stage("attention"):
             rows = torch.nn.functional.scaled_dot_product_attention(
@@ -253,37 +259,6 @@ def _merge(
     total = torch.logaddexp(lse, other_lse)
     mixed = out * (lse - total).exp()[..., None] + other * (other_lse - total).exp()[..., None]
     return mixed.to(out.dtype), total
-
-
-def _add_centroids(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key_stats: BlockStatistics,
-    value_mean: torch.Tensor,
-    kept_mask: torch.Tensor,
-    block_size: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add every skipped block as n_g copies of its mean key and mean value, a slice of query blocks at a time."""
-    batch, heads, length, _ = query.shape
-    num_query, num_key = kept_mask.shape[2:]
-    group = heads // value_mean.shape[1]
-    centroid_key, centroid_value = (x.repeat_interleave(group, dim=1) for x in (key_stats.mean, value_mean))
-    blocks_at_once = max(1, _CHUNK // (batch * heads * block_size * num_key))
-    outs, totals = [], []
-    for first in range(0, num_query, blocks_at_once):
-        rows = slice(first * block_size, min(length, (first + blocks_at_once) * block_size))
-        tokens = query[:, :, rows].to(centroid_key.dtype)
-        logits = tokens @ centroid_key.transpose(-1, -2) * scale + key_stats.size.log()
-        skip = kept_mask[:, :, first : first + blocks_at_once].repeat_interleave(block_size, dim=2)
-        logits = logits.masked_fill(skip[:, :, : logits.shape[2]], -torch.inf)
-        total = torch.logaddexp(lse[:, :, rows], logits.logsumexp(dim=-1).to(lse.dtype))
-        weights = (logits - total[..., None]).exp()
-        mixed = out[:, :, rows] * (lse[:, :, rows] - total).exp()[..., None] + weights @ centroid_value
-        outs.append(mixed.to(out.dtype))
-        totals.append(total)
-    return torch.cat(outs, dim=2), torch.cat(totals, dim=2)
 
 
 def _info(

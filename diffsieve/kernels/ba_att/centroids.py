@@ -1,0 +1,114 @@
+"""Compensation of BA-Att: skipped blocks take part in the softmax as their mean key and mean value.
+
+Shapes: B batch, H query heads, Hkv key heads, L queries, D channels, Nq and Nk blocks.
+"""
+
+import torch
+
+__all__ = ["add_centroids"]
+
+# Logits of (tokens x key blocks) held at a time (256 MiB in fp32).
+_CHUNK = 1 << 26
+
+
+def add_centroids(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key_mean: torch.Tensor,
+    value_mean: torch.Tensor,
+    size: torch.Tensor,
+    kept: torch.Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    fused: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add every skipped block of keys to finished attention, as n copies of its mean key and mean value.
+
+    Differentiable unless fused.
+
+    Args:
+        out: (B, H, L, D), attention over the kept blocks.
+        lse: (B, H, L), natural log-sum-exp of its logits, fp32 (fp64 for fp64).
+        query: (B, H, L, D).
+        key_mean: (B, Hkv, Nk, D), fp32 or fp64.
+        value_mean: the same of the values.
+        size: (Nk,), tokens of each block.
+        kept: (B, H, Nq, Nk) bool; the other blocks are added.
+        block_size: queries per row of `kept`.
+        scale: factor of the logits.
+        fused: one Triton kernel, with the means in the dtype of `query`, instead of PyTorch's; see `fused.fuses`.
+
+    Returns:
+        The output in the dtype of `out`, and the log-sum-exp over kept keys and centroids.
+    """
+    add = _add_centroids_op if fused else _add_centroids_torch
+    result: tuple[torch.Tensor, torch.Tensor] = add(
+        out, lse, query, key_mean, value_mean, size, kept, block_size, float(scale)
+    )
+    return result
+
+
+@torch.library.custom_op("diffsieve::add_centroids", mutates_args=())
+def _add_centroids_op(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key_mean: torch.Tensor,
+    value_mean: torch.Tensor,
+    size: torch.Tensor,
+    kept: torch.Tensor,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from .centroids_triton import add_centroids_triton
+
+    return add_centroids_triton(out, lse, query, key_mean, value_mean, size, kept, block_size=block_size, scale=scale)
+
+
+@_add_centroids_op.register_fake
+def _(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key_mean: torch.Tensor,
+    value_mean: torch.Tensor,
+    size: torch.Tensor,
+    kept: torch.Tensor,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(out), torch.empty_like(lse)
+
+
+def _add_centroids_torch(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key_mean: torch.Tensor,
+    value_mean: torch.Tensor,
+    size: torch.Tensor,
+    kept: torch.Tensor,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A slice of query blocks at a time."""
+    batch, heads, length, _ = query.shape
+    num_query, num_key = kept.shape[2:]
+    group = heads // value_mean.shape[1]
+    key_mean, value_mean = (x.repeat_interleave(group, dim=1) for x in (key_mean, value_mean))
+    blocks_at_once = max(1, _CHUNK // (batch * heads * block_size * num_key))
+    outs, totals = [], []
+    for first in range(0, num_query, blocks_at_once):
+        rows = slice(first * block_size, min(length, (first + blocks_at_once) * block_size))
+        tokens = query[:, :, rows].to(key_mean.dtype)
+        logits = tokens @ key_mean.transpose(-1, -2) * scale + size.log()
+        skip = kept[:, :, first : first + blocks_at_once].repeat_interleave(block_size, dim=2)
+        logits = logits.masked_fill(skip[:, :, : logits.shape[2]], -torch.inf)
+        total = torch.logaddexp(lse[:, :, rows], logits.logsumexp(dim=-1).to(lse.dtype))
+        weights = (logits - total[..., None]).exp()
+        mixed = out[:, :, rows] * (lse[:, :, rows] - total).exp()[..., None] + weights @ value_mean
+        outs.append(mixed.to(out.dtype))
+        totals.append(total)
+    return torch.cat(outs, dim=2), torch.cat(totals, dim=2)

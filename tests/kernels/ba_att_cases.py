@@ -1,0 +1,68 @@
+"""Problems for the whole BA-Att call, shared by the interpreter's and the GPU's tests."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diffsieve.kernels import testing
+
+
+@dataclass(frozen=True)
+class BAAttCase:
+    """One problem; `gain` scales queries and keys, `extra` goes to `ba_attention`."""
+
+    grid: tuple[int, int, int]
+    orders: str | tuple[int, ...]
+    heads: int = 2
+    kv_heads: int = 2
+    dim: int = 32
+    block_size: int = 16
+    density: float = 0.4
+    gain: float = 1.0
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{key}={value}" for key, value in self.extra]
+        grid = "x".join(map(str, self.grid))
+        return (
+            f"{grid}-{self.orders}-H{self.heads}of{self.kv_heads}-D{self.dim}-b{self.block_size}-{parts}-x{self.gain}"
+        )
+
+    def options(self) -> dict[str, Any]:
+        orders = self.orders if isinstance(self.orders, str) else torch.tensor(self.orders)
+        common = {"grid_thw": self.grid, "orders": orders, "density": self.density, "block_size": self.block_size}
+        return {**common, **dict(self.extra)}
+
+
+CENTROID = (("compensate", "centroid"),)
+CASES = [
+    BAAttCase((3, 5, 7), (3, 4), extra=CENTROID),
+    BAAttCase((2, 6, 8), (1, 2, 0, 3), heads=4, kv_heads=2, block_size=32, extra=CENTROID),
+    BAAttCase((1, 1, 5), (0, 4), extra=CENTROID),
+    BAAttCase((3, 5, 7), "hilbert", dim=24),
+    BAAttCase((3, 5, 7), "raster", density=0.01, extra=CENTROID),
+    BAAttCase((3, 5, 7), "raster", density=1.0, extra=CENTROID),
+    BAAttCase((3, 5, 7), (1, 3), gain=16.0, extra=CENTROID),
+    BAAttCase((3, 5, 7), "frame_hilbert", extra=(*CENTROID, ("text_suffix", 19), ("top_p", 0.6))),
+    BAAttCase((3, 5, 7), "hilbert_window", dim=64, block_size=64, extra=CENTROID),
+]
+
+
+def make_inputs(case: BAAttCase, dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values in the memory order of a diffusers processor, (B, L, H, D) seen as (B, H, L, D)."""
+    length = case.grid[0] * case.grid[1] * case.grid[2] + dict(case.extra).get("text_suffix", 0)
+    generator = torch.Generator().manual_seed(testing.SEED)
+
+    def one(heads: int, gain: float, bias: float) -> torch.Tensor:
+        tokens = torch.randn(2, length, heads, case.dim, generator=generator)
+        return (gain * tokens + bias).to(device, dtype).transpose(1, 2)
+
+    return one(case.heads, case.gain, 0.3), one(case.kv_heads, case.gain, 0.5), one(case.kv_heads, 1.0, 0.1)
+
+
+def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    """RMS(actual - exact) / RMS(exact) in fp64; infinite where a value is not finite."""
+    if not bool(actual.isfinite().all()):
+        return float("inf")
+    return float(((actual.double() - exact).square().mean() / exact.square().mean()).sqrt())

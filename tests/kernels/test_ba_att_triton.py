@@ -1,0 +1,71 @@
+"""BA-Att's own Triton kernels: gather with moments, undoing the order, the centroid term, and the whole call."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffsieve.kernels import testing
+from diffsieve.kernels.ba_att import ba_attention
+from diffsieve.kernels.ba_att.reference import ba_attention_reference
+from tests.kernels.ba_att_cases import CASES, make_inputs, relative_error
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    pytest.importorskip("triton")
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "tests/kernels/interpreted_ba_att.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_whole_call(interpreted, case):
+    found = interpreted["whole"][str(case)]
+    assert found["same blocks"]
+    assert found["error"] <= 2 * found["plain error"]
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_steps(interpreted, case):
+    differences = interpreted["steps"][str(case)]
+    assert len(differences) == 6
+    assert all(difference < 1e-5 for difference in differences.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_whole_call_on_a_gpu(case, dtype):
+    inputs = make_inputs(case, dtype, "cuda")
+    options = case.options()
+    with testing.poisoned_memory():
+        out, info = ba_attention(*inputs, return_info=True, **options)
+        again = ba_attention(*inputs, **options)
+    assert info.backend == "triton"
+    assert torch.equal(out, again)
+    plain, plain_info = ba_attention(*inputs, backend="torch", return_info=True, **options)
+    assert torch.equal(info.block_index, plain_info.block_index)
+    exact, _ = ba_attention_reference(*(x.double().cpu() for x in inputs), **options)
+    assert relative_error(out.cpu(), exact) <= 2 * relative_error(plain.cpu(), exact)
+
+
+@pytest.mark.gpu
+def test_compiled_whole_call_on_a_gpu():
+    case = CASES[0]
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    options = {**case.options(), "orders": torch.tensor(case.orders, device="cuda")}
+    compiled = torch.compile(ba_attention, fullgraph=True)
+    assert relative_error(compiled(*inputs, **options), ba_attention(*inputs, **options).double()) < 5e-3
