@@ -14,7 +14,7 @@ from .options import DEBUG_KEY
 # Commands of one step: the module's `app` holds one command.
 _COMMANDS = ("generate", "compare", "eval", "capture", "info")
 # Commands with subcommands of their own: the module's `app` holds several.
-_GROUPS = ("study", "train", "data", "weights")
+_GROUPS = ("study", "vbench", "train", "data", "weights")
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it

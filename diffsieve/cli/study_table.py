@@ -1,15 +1,18 @@
-"""What `study report` prints for people."""
+"""What `study report` and `vbench table` print for people."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_NARROWEST = 140  # in a file
+if TYPE_CHECKING:
+    from ..compare.page import Table as Rows
+
+_NARROWEST = 160  # in a file
 
 
 def format_study(report: Mapping[str, Any], folder: Path) -> str:
@@ -17,15 +20,20 @@ def format_study(report: Mapping[str, Any], folder: Path) -> str:
     from ..study.study_page import study_page
 
     page = study_page(report)
+    lines = [render_table(page.table), *page.facts, *(f"note: {note}" for note in page.notes)]
+    return "\n".join([*lines, "", f"written to {folder}: study.json, study.html"])
+
+
+def render_table(rows: "Rows") -> str:
+    """Draw rows under headings for a terminal; the first column is text, the others are figures."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(page.table.headings):
+    for number, heading in enumerate(rows.headings):
         table.add_column(Text(heading), justify="right" if number else "left")
-    for row in page.table.rows:
+    for row in rows.rows:
         table.add_row(*(Text(cell) for cell in row))  # as they are: "lpips[alex]" is no markup
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, _NARROWEST)
     with console.capture() as capture:
         console.print(table)
-    lines = [capture.get().rstrip(), *page.facts, *(f"note: {note}" for note in page.notes)]
-    return "\n".join([*lines, "", f"written to {folder}: study.json, study.html"])
+    return capture.get().rstrip()

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from ..compare import folder as folders
+from ..compare.claim import claim_settings
 from ..compare.clip import Clip, generate_clip
 from ..compare.config import DENSE, RunConfig
 from ..compare.lines import LineWriter, line_writer, read_lines
 from ..compare.prepare import prepare, resolve_place, transformer_of
 from ..compare.report import environment
 from ..compare.shards import Deadline, Shard
+from ..compare.ticker import Ticker
 from ..errors import UserInputError
 from ..eval import DEFAULT_METRICS, LoadedLpips, MissingWeightsError, load_lpips, measure
 from ..pipelines.loading import weights_digest
@@ -26,8 +28,6 @@ from .capture import warmup_steps
 from .hindsight import Hindsight
 from .prompts import study_prompts
 from .report import CLIPS, CLIPS_SCHEMA, CLIPS_SETTINGS, write_report
-from .settings import claim_settings
-from .ticker import Ticker
 from .variants import FLOOR, VARIANTS, choose, config_of
 
 # Another kernel of PyTorch's scaled dot product attention than the default one, by device type.

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..compare.claim import claim_settings
 from ..compare.folder import check_writable
 from ..compare.lines import line_writer, read_lines
 from ..compare.report import versions
 from ..compare.shards import Deadline, Shard
+from ..compare.ticker import Ticker
 from ..errors import UserInputError
 from ..kernels.ba_att import (
     CANDIDATE_ORDERS,
@@ -32,8 +34,6 @@ from .capture import warmup_steps
 from .captured import Captured, captured_files, read_captured, read_facts
 from .mass import block_mass, kept_share
 from .report import RECALL, RECALL_SCHEMA, RECALL_SETTINGS, write_report
-from .settings import claim_settings
-from .ticker import Ticker
 from .variants import VARIANTS, choose, config_of
 
 # Orders in which the bound of the paper is compared: as it comes, and after its sort (ascending).

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..compare.claim import read_settings
 from ..compare.files import write_json
 from ..compare.lines import read_lines
 from ..compare.page import write_page
@@ -15,7 +16,6 @@ from ..compare.report import now
 from ..errors import UserInputError
 from ..eval import summarize
 from .recall_table import summarize_recall
-from .settings import read_settings
 from .study_page import study_page
 from .variants import FLOOR, VARIANTS
 
