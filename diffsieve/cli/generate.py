@@ -25,8 +25,13 @@ def generate(
     seed: flags.Seed = None,
     overwrite: flags.Overwrite = False,
     method: Annotated[
-        str, typer.Option("--method", help="ba-att, or dense for the pipeline as it is.", rich_help_panel="Method")
-    ] = "ba-att",
+        str,
+        typer.Option(
+            "--method",
+            help="ba-att, or dense for the pipeline as it is. auto: ba-att; a pixel DiT attends as it was trained to.",
+            rich_help_panel="Method",
+        ),
+    ] = "auto",
     preset: flags.Preset = None,
     sparsity: flags.Sparsity = 0.5,
     warmup: flags.Warmup = None,
@@ -47,11 +52,11 @@ def generate(
     config: ConfigFile = None,
     debug: DebugFlag = False,
 ) -> None:
-    """Generate one mp4 for each prompt and seed, and a report.json."""
+    """Generate one mp4 for each prompt and seed (a pixel DiT: one png for each class and seed), and a report.json."""
     values = {name: value for name, value in locals().items() if name not in ("overwrite", "json", "config", "debug")}
     from .. import compare as room
 
     settings = room.GenerateConfig(**flags.run_arguments(values))
-    with RunProgress(model, ("dense" if method == "dense" else "sparse",)) as progress:
+    with RunProgress(model) as progress:
         report = room.generate(settings, overwrite=overwrite, progress=progress, command=["diffsieve", *sys.argv[1:]])
     emit(report, as_json=json, text=format_generation(report, out))

@@ -31,7 +31,10 @@ def parse_warmup(value: Any) -> int | float:
 
 
 Model = Annotated[
-    str, typer.Option("--model", help="mini-wan (ships with diffsieve), a folder in diffusers format, or a hub id.")
+    str,
+    typer.Option(
+        "--model", help="mini-wan or mini-pixel-dit (ship with diffsieve), a folder in diffusers format, a hub id."
+    ),
 ]
 Preset = Annotated[
     str | None,
@@ -73,7 +76,9 @@ Backend = Annotated[
 Prompt = Annotated[
     list[str] | None,
     typer.Option(
-        "--prompt", help="One clip for each; may be given several times.", show_default="one that suits the model"
+        "--prompt",
+        help="One clip for each; for a pixel DiT, a class. May be given several times.",
+        show_default="one that suits the model",
     ),
 ]
 PromptFile = Annotated[

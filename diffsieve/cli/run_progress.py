@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from ..pipelines.defaults import MINI_WAN
+from ..pipelines.defaults import EMBEDDED
 
 if TYPE_CHECKING:
     from ..compare import Progress
@@ -22,11 +22,11 @@ class RunProgress:
     Args:
         model: what is loaded first; the bars start with the first report, and leave the terminal to the bars of a
             download until then.
-        runs: what is generated for each prompt and seed, in order.
+        runs: what is generated for each prompt and seed, in order; by default one run.
         console: where to draw; default stderr.
     """
 
-    def __init__(self, model: str, runs: tuple[str, ...], console: Console | None = None) -> None:
+    def __init__(self, model: str, runs: tuple[str, ...] = ("",), console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._model = model
         self._runs = runs
@@ -49,7 +49,7 @@ class RunProgress:
 
     def __enter__(self) -> Self:
         self._console.print(f"loading {self._model}", highlight=False, markup=False)
-        if self._model == MINI_WAN:
+        if self._model in EMBEDDED:
             _disable_loading_bars()
         return self
 
@@ -81,7 +81,8 @@ class RunProgress:
         stage = "" if report.stage in ("denoise", "done") else report.stage
         self._bars.update(self._tasks[report.run], completed=report.step, stage=stage)
         if self._total is not None:
-            before = report.item * len(self._runs) + self._runs.index(report.run)
+            done = self._runs.index(report.run) if len(self._runs) > 1 else 0
+            before = report.item * len(self._runs) + done
             self._bars.update(self._total, completed=before * report.steps + report.step)
 
     def _log(self, report: Progress) -> None:

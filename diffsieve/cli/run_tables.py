@@ -77,9 +77,13 @@ def format_evaluation(report: Mapping[str, Any], out: Path) -> str:
 def format_generation(report: Mapping[str, Any], out: Path) -> str:
     """Lay out the report of `generate`: a line for each clip, and where it lies."""
     table = _table(report, "file")
-    for heading in ("seed", "density", "steps\ndense", "seconds"):
+    pictures = "own_attention" in report["settings"]
+    for heading in ("seed", "seconds") if pictures else ("seed", "density", "steps\ndense", "seconds"):
         table.add_column(heading, justify="right", no_wrap=True)
     for clip in report["clips"]:
+        if pictures:
+            table.add_row(_flexible(clip["file"]), str(clip["seed"]), _number(clip["seconds"]["total"], 1))
+            continue
         sparsity = clip["sparsity"] or {"density_overall": 1.0, "steps_dense": "all", "steps_total": "all"}
         steps = f"{sparsity['steps_dense']}/{sparsity['steps_total']}" if clip["sparsity"] else "all"
         density = _number(sparsity["density_overall"], 3)
@@ -90,10 +94,11 @@ def format_generation(report: Mapping[str, Any], out: Path) -> str:
 def _title(report: Mapping[str, Any]) -> str:
     settings = report["settings"]
     attention = settings["attention"]
-    how = "dense"
+    how = settings.get("own_attention", "dense")
     if attention is not None:
         how = f"{settings['method']}, preset {attention['preset']}, sparsity {settings['sparsity']:g}"
-    size = f"{settings['frames']} frames {settings['width']} x {settings['height']}"
+    frames = "" if settings["frames"] is None else f"{settings['frames']} frames "
+    size = f"{frames}{settings['width']} x {settings['height']}"
     return f"{settings['model']} · {how} · {size} · {settings['steps']} steps"
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..pipelines.defaults import GenerationDefaults
 
 DENSE = "dense"
+AUTO = "auto"
+DEFAULT_METHOD = "ba-att"
 MAX_TEXT_TOKENS = 4096
 
 
@@ -49,7 +51,7 @@ class RunConfig:
     """
 
     model: str = MINI_WAN
-    method: str = "ba-att"
+    method: str = DEFAULT_METHOD
     preset: str | None = None
     sparsity: float = 0.5
     steps: int | None = None
@@ -98,6 +100,8 @@ class RunConfig:
         for prompt in self.prompt:
             if not isinstance(prompt, str) or not prompt.strip():
                 raise UserInputError(f"prompt must be a text that is not empty, got {prompt!r}")
+        if self.method == AUTO and self._dense_allowed():
+            return
         if self.method not in METHODS and not (self.method == DENSE and self._dense_allowed()):
             known = [*METHODS, *([DENSE] if self._dense_allowed() else [])]
             raise UserInputError(f"method must be one of {', '.join(known)}, got {self.method!r}")
@@ -149,9 +153,14 @@ class CompareConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(RunConfig):
-    """Arguments of `generate`: `method` may also be `"dense"`, which leaves the pipeline as it is."""
+    """Arguments of `generate`.
+
+    `method` may also be `"dense"`, which leaves the pipeline as it is, or `"auto"`: BA-Att for clips, and the model's
+    own attention for a model of pictures.
+    """
 
     out: Path = Path("outputs/generate")
+    method: str = AUTO
 
     def _dense_allowed(self) -> bool:
         return True

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserInputError
+from ..pipelines.loading import load_pipeline
 from .clip import generate_clip
-from .config import DENSE, GenerateConfig
+from .config import AUTO, DEFAULT_METHOD, DENSE, GenerateConfig
 from .files import remove_parts, write_json
 from .folder import REPORT, check_writable, item_name
+from .generate_images import generate_images, is_image_pipeline
 from .prepare import prepare, resolve_place
 from .progress import ItemProgress, ProgressCallback
 from .report import GENERATE_SCHEMA, clip_seconds, environment, now
@@ -27,9 +30,11 @@ def generate(
 ) -> dict[str, Any]:
     """Generate one clip for every prompt and seed, `NNN-<prompt>-seed<seed>.mp4`, and report.json at the end.
 
+    A `PixelDiTPipeline` makes pictures instead; see `generate_images`.
+
     Args:
         config: what to generate; see `GenerateConfig`.
-        pipe: a loaded text-to-video pipeline; default: load `config.model`.
+        pipe: a loaded text-to-video pipeline or `PixelDiTPipeline`; default: load `config.model`.
         attention: configuration of the sparse attention, for options that `config` has not; default: from `config`.
         overwrite: replace files of the same name.
         progress: told after every step.
@@ -49,6 +54,14 @@ def generate(
     check_writable(config.out)
     if config.prompt:  # else the model's default decides, known after loading
         _check_free(config, overwrite)
+    if pipe is None:
+        pipe = load_pipeline(config.model, device=config.device, dtype=config.dtype)
+    if is_image_pipeline(pipe):
+        if attention is not None:
+            raise UserInputError(f"attention must be left out for a model of pictures, got {attention!r}")
+        return generate_images(config, pipe, overwrite=overwrite, progress=progress, command=command)
+    if config.method == AUTO:
+        config = dataclasses.replace(config, method=DEFAULT_METHOD)
     ready = prepare(config, pipe=pipe, attention=attention)
     config, pipe = ready.config, ready.pipe
     _check_free(config, overwrite)

@@ -79,6 +79,18 @@ def test_guidance_inside_its_interval_alone():
     assert calls == [[2], [2], [2], [3], [2], [3], [2]]
 
 
+def test_the_pipeline_keeps_its_own_guidance(tmp_path):
+    transformer = tiny_pixels.transformer()
+    pipe = PixelDiTPipeline(
+        transformer, FlowMatchEulerDiscreteScheduler(), guidance_scale=3.0, guidance_interval=(0.4, 1.0)
+    )
+    expected = generate(tiny_pixels.pipeline(), 1, guidance_scale=3.0, guidance_interval=[0.4, 1.0])
+    assert torch.equal(generate(pipe, 1), expected)
+    pipe.save_pretrained(tmp_path)
+    assert torch.equal(generate(PixelDiTPipeline.from_pretrained(tmp_path), 1), expected)
+    assert torch.equal(generate(pipe, 1, guidance_scale=1.0), generate(tiny_pixels.pipeline(), 1))
+
+
 @pytest.mark.parametrize("size", [(1, 1), (7, 5), (24, 16)])
 def test_other_sizes(size):
     images = generate(tiny_pixels.pipeline(), height=size[0], width=size[1])

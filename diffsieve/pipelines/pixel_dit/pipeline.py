@@ -44,6 +44,8 @@ class PixelDiTPipeline(DiffusionPipeline):
         scheduler: a flow-matching scheduler such as `FlowMatchEulerDiscreteScheduler(shift=1)`.
         class_names: name of each class of the transformer; None to know them by number alone.
         noise_side: see `noise_scale`; as in training.
+        guidance_scale: what a call uses that gives none.
+        guidance_interval: the same; None for all steps.
 
     Raises:
         UserInputError: another number of names than the transformer has classes.
@@ -58,6 +60,8 @@ class PixelDiTPipeline(DiffusionPipeline):
         scheduler: FlowMatchEulerDiscreteScheduler,
         class_names: list[str] | None = None,
         noise_side: int = NOISE_SIDE,
+        guidance_scale: float = 1.0,
+        guidance_interval: list[float] | None = None,
     ) -> None:
         super().__init__()
         classes = transformer.config.num_classes
@@ -66,7 +70,12 @@ class PixelDiTPipeline(DiffusionPipeline):
                 f"class_names must name the {classes} classes of the transformer, got {len(class_names)} names"
             )
         self.register_modules(transformer=transformer, scheduler=scheduler)
-        self.register_to_config(class_names=class_names, noise_side=noise_side)
+        self.register_to_config(
+            class_names=class_names,
+            noise_side=noise_side,
+            guidance_scale=float(guidance_scale),
+            guidance_interval=list(_check_interval(guidance_interval or (0.0, 1.0))),
+        )
 
     @property
     def guidance_scale(self) -> float:
@@ -110,8 +119,8 @@ class PixelDiTPipeline(DiffusionPipeline):
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int = 20,
-        guidance_scale: float = 1.0,
-        guidance_interval: tuple[float, float] = (0.0, 1.0),
+        guidance_scale: float | None = None,
+        guidance_interval: Sequence[float] | None = None,
         num_images: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
         latents: torch.Tensor | None = None,
@@ -127,9 +136,10 @@ class PixelDiTPipeline(DiffusionPipeline):
             height: pixels; default the transformer's `sample_size`.
             width: the same.
             num_inference_steps: denoising steps.
-            guidance_scale: classifier-free guidance; 1 or less turns it off and halves the work.
+            guidance_scale: classifier-free guidance; 1 or less turns it off and halves the work. Default: the
+                pipeline's.
             guidance_interval: shares of noise, from and to, between which guidance works. A narrower interval costs
-                less and keeps more variety (Kynkäänniemi et al. 2024).
+                less and keeps more variety (Kynkäänniemi et al. 2024). Default the pipeline's.
             num_images: pictures of each class.
             generator: source of the noise, or one for each picture.
             latents: noise to start from, (B, C, height, width) with standard deviation 1, in place of `generator`.
@@ -148,7 +158,9 @@ class PixelDiTPipeline(DiffusionPipeline):
         channels = self.transformer.config.in_channels
         shape = (len(labels), channels, height, width)
         self._check(shape, num_inference_steps, generator, latents, output_type, callback_on_step_end_tensor_inputs)
-        low, high = _check_interval(guidance_interval)
+        guidance_scale = self.config.guidance_scale if guidance_scale is None else guidance_scale
+        interval = self.config.guidance_interval if guidance_interval is None else guidance_interval
+        low, high = _check_interval(interval)
         self._guidance_scale, self._interrupt = guidance_scale, False
         device = self._execution_device
         if latents is None:
