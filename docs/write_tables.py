@@ -12,7 +12,7 @@ from diffsieve.processors import supported_models
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/supported-models.md", "docs/mini-wan.md")
+PAGES = ("README.md", "docs/supported-models.md", "docs/mini-wan.md", "docs/reproduce.md")
 
 
 def supported_models_table() -> str:
@@ -87,6 +87,40 @@ def mini_wan_table() -> str:
     )
 
 
+# Wan2.1-T2V-14B at 81 frames of 720 x 1280: 21 x 45 x 80 tokens, and the sizes of its layers.
+_TOKENS, _LAYERS, _HEADS, _DIM, _WIDTH, _FFN = 75_600, 40, 40, 128, 5_120, 13_824
+_STEPS, _DENSE_STEPS, _BRANCHES = 50, 10, 2
+_LINEAR_RATE = 600.0  # TFLOP/s, assumed: no run of ours measured matrix products of this size
+
+
+def reproduction_table() -> str:
+    """Expected time of one clip of the paper's Table 5, from the measured rates of the attention kernels."""
+    rows = {row["name"]: row for row in _result("h200/block_sparse.json")["D128-b128"]}
+    attention = 4 * _TOKENS**2 * _HEADS * _DIM * _LAYERS / 1e12
+    linear = 2 * _TOKENS * (6 * _WIDTH**2 + 2 * _WIDTH * _FFN) * _LAYERS / 1e12
+    sparse_rate = rows["50% table tile"]["tflops"]
+    lines = ["| attention | dense by cuDNN | dense by FlashAttention-2 |", "|---|---|---|"]
+    for sparsity in (0.0, 0.5, 0.6):
+        cells = []
+        for kernel in ("dense SDPA cudnn", "dense SDPA flash"):
+            dense = attention / rows[kernel]["tflops"] + linear / _LINEAR_RATE
+            sparse = (1 - sparsity) * attention / sparse_rate + linear / _LINEAR_RATE
+            sparse_steps = _STEPS - _DENSE_STEPS if sparsity else 0
+            seconds = _BRANCHES * ((_STEPS - sparse_steps) * dense + sparse_steps * sparse)
+            cells.append(f"{seconds / 60:.0f} min")
+        name = f"{sparsity:.0%} skipped after {_DENSE_STEPS} dense steps" if sparsity else "dense"
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"An estimate, not a measurement: {attention / 1e3:.2f} PFLOP of self-attention and {linear / 1e3:.2f} of "
+        "linear layers a forward, two forwards a step;",
+        f"attention at the rates of `benchmarks/results/h200/block_sparse.json`, linear layers at {_LINEAR_RATE:.0f} "
+        "TFLOP/s by assumption. Selecting blocks, text",
+        "encoder and VAE come on top.",
+    ]
+    return "\n".join(lines)
+
+
 def _result(name: str) -> Any:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
@@ -97,6 +131,7 @@ def tables() -> dict[str, str]:
         "supported-models": supported_models_table(),
         "results": f"{kernel_table()}\n\n{cpu_table()}",
         "mini-wan-results": mini_wan_table(),
+        "reproduction": reproduction_table(),
     }
 
 

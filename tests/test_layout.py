@@ -126,7 +126,7 @@ def test_the_options_page_lists_every_field():
 @pytest.mark.parametrize(
     ("page", "table"),
     [("README.md", "supported-models"), ("docs/supported-models.md", "supported-models"), ("README.md", "results"),
-     ("docs/mini-wan.md", "mini-wan-results")],
+     ("docs/mini-wan.md", "mini-wan-results"), ("docs/reproduce.md", "reproduction")],
 )  # fmt: skip
 def test_the_generated_tables_are_up_to_date(page, table):
     location = importlib.util.spec_from_file_location("write_tables", ROOT / "docs" / "write_tables.py")
