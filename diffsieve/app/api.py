@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from inspect import Parameter, Signature
 from typing import Any
 
 import gradio as gr
@@ -10,7 +12,7 @@ from .errors import explain
 from .events import MODEL_QUEUE, owner_of
 from .handlers import Handlers
 from .limits import Request, parse_percentages
-from .page import Page
+from .page import SWEEP, Page
 from .store import Run
 from .views import plain
 
@@ -23,29 +25,27 @@ def add_api(page: Page, handlers: Handlers) -> None:
     def failed(error: Exception) -> gr.Error:
         return gr.Error(plain(str(explain(error))), print_exception=False)
 
-    # Gradio fills in the first two, by annotation and by default.
-    def compare(request: gr.Request, progress: gr.Progress = gr.Progress(), *values: Any) -> tuple[Any, ...]:  # noqa: B008
+    def compare(*arguments: Any) -> tuple[Any, ...]:
+        *values, request, progress = arguments
         try:
             run = handlers.compare(Request(*values), owner=owner_of(request), tell=_teller(progress))
         except Exception as error:
             raise failed(error) from error
         return *(_published(run, key) for key in _CLIPS), {"id": run.id, "report": run.report}
 
-    def sweep(request: gr.Request, progress: gr.Progress = gr.Progress(), *values: Any) -> dict[str, Any]:  # noqa: B008
+    def sweep(*arguments: Any) -> dict[str, Any]:
+        *values, sparsities, request, progress = arguments
         try:
             runs = handlers.sweep(
-                Request(*values[:-1]),
-                parse_percentages(values[-1]),
-                owner=owner_of(request),
-                tell=_teller(progress),
+                Request(*values), parse_percentages(sparsities), owner=owner_of(request), tell=_teller(progress)
             )
         except Exception as error:
             raise failed(error) from error
         return {"runs": [{"id": run.id, "report": run.report} for run in runs]}
 
-    def attention(run_id: Any, layer: Any, step: Any, head: Any, *token: Any) -> tuple[Any, ...]:
+    def attention(run_id: Any, layer: Any, step: Any, head: Any, frame: Any, row: Any, column: Any) -> tuple[Any, ...]:
         try:
-            spot = handlers.spot_view(run_id, layer, step, head, token)
+            spot = handlers.spot_view(run_id, layer, step, head, (frame, row, column))
             mask = handlers.mask_view(run_id, layer, step, head)
         except Exception as error:
             raise failed(error) from error
@@ -74,13 +74,21 @@ def add_api(page: Page, handlers: Handlers) -> None:
         caller = gr.Button()
         clips = [gr.File(label=key) for key in _CLIPS]
         answer = gr.JSON(label="report")
-        sparsities = gr.Textbox(label="sparsities, %")
+        swept = gr.Textbox(SWEEP, label="sparsities, %")
         run_id, layer = gr.Textbox(label="run"), gr.Textbox(label="layer")
         numbers = [gr.Number(label=name, precision=0) for name in ("step", "head", "frame", "row", "column")]
         pictures = [gr.Image(label=name, type="pil", format="png") for name in ("mask", "attended")]
         ask = page.ask.list()
-        caller.click(compare, ask, [*clips, answer], api_name="compare", preprocess=False, **MODEL_QUEUE)
-        caller.click(sweep, [*ask, sparsities], answer, api_name="sweep", preprocess=False, **MODEL_QUEUE)
+        more = Parameter("sparsities", Parameter.POSITIONAL_OR_KEYWORD, default=SWEEP)
+        caller.click(_named(compare), ask, [*clips, answer], api_name="compare", preprocess=False, **MODEL_QUEUE)
+        caller.click(
+            _named(sweep, more),
+            [*ask, swept],
+            answer,
+            api_name="sweep",
+            preprocess=False,
+            **MODEL_QUEUE,
+        )
         caller.click(masks, run_id, answer, api_name="masks", preprocess=False)
         caller.click(attention, [run_id, layer, *numbers], [*pictures, answer], api_name="attention", preprocess=False)
         caller.click(runs, None, answer, api_name="runs")
@@ -89,3 +97,16 @@ def add_api(page: Page, handlers: Handlers) -> None:
 
 def _teller(progress: gr.Progress) -> Any:
     return lambda share, text: progress(share, desc=text)
+
+
+def _named(function: Any, *more: Parameter) -> Any:
+    """Give a function of `*arguments` the names that programs use; Gradio adds the last two, which it knows so."""
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    fields = dataclasses.fields(Request)
+    defaults = [Parameter.empty if field.default is dataclasses.MISSING else field.default for field in fields]
+    given = [Parameter(field.name, kind, default=value) for field, value in zip(fields, defaults, strict=True)]
+    request = Parameter("request", kind, annotation=gr.Request, default=None)
+    progress = Parameter("progress", kind, default=gr.Progress())
+    function.__signature__ = Signature([*given, *more, request, progress])
+    function.__annotations__ = {"request": gr.Request}
+    return function

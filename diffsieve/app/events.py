@@ -21,7 +21,16 @@ from .streaming import Done, stream
 
 # All events that use a model share one place in the queue.
 MODEL_QUEUE: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
-_FILES = ("dense", "sparse", "side_by_side", "difference_clip", "difference", "mask", "report")
+_FILES = {
+    "dense": "Dense clip",
+    "sparse": "Sparse clip",
+    "side_by_side": "Side by side",
+    "difference_clip": "Difference",
+    "difference": "Difference picture",
+    "mask": "Block mask",
+    "masks": "All block masks",
+    "report": "Report",
+}
 
 
 def wire(page: Page, handlers: Handlers) -> None:
@@ -43,42 +52,46 @@ class _Events:
             # Without Gradio's own checks of the values: ours name the field, and are there for programs too.
             raw: dict[str, Any] = {"preprocess": False, **private}
             started = [
-                gr.on([page.run.click, ask.prompt.submit], self.compare, ask.list(), shown, **MODEL_QUEUE, **raw,
+                gr.on([page.run.click, ask.prompt.submit], self.on_compare, ask.list(), shown, **MODEL_QUEUE, **raw,
                       show_progress="minimal", show_progress_on=page.status, trigger_mode="once"),
-                page.sweep_run.click(self.sweep, [*ask.list(), page.sweep_values], [*shown, page.sweep], **MODEL_QUEUE,
-                                     **raw, show_progress="minimal", show_progress_on=page.status),
+                page.sweep_run.click(self.on_sweep, [*ask.list(), page.sweep_values], [*shown, page.sweep],
+                                     **MODEL_QUEUE, **raw, show_progress="minimal", show_progress_on=page.status),
             ]  # fmt: skip
-            page.cancel.click(self.cancel, None, [page.status, page.run, page.cancel, page.sweep_run], queue=False,
+            page.cancel.click(self.on_cancel, None, [page.status, page.run, page.cancel, page.sweep_run], queue=False,
                               cancels=started, **private)  # fmt: skip
-            page.blocks.unload(self.leave)
-            page.examples.click(self.example, page.examples, shown, show_progress="hidden", **private)
-            ask.model.input(self.load, ask.model, [page.status, *ask.list()], show_progress_on=page.status,
+            page.blocks.unload(self.on_leave)
+            page.examples.click(
+                self.on_example, page.examples, [*shown, *ask.list()], show_progress="hidden", **private
+            )
+            ask.model.input(self.on_load, ask.model, [page.status, *ask.list()], show_progress_on=page.status,
                             show_progress="minimal", **MODEL_QUEUE, **private)  # fmt: skip
 
             place = [page.current, attention.layer, attention.step, attention.head]
             token = [attention.frame, attention.row, attention.column]
             pictures = [attention.mask, attention.picture, attention.told]
             for control in (attention.head, attention.step, *token):
-                control.input(self.look, [*place, *token], pictures, show_progress="hidden", trigger_mode="always_last",
-                              **private)  # fmt: skip
-            attention.layer.input(self.change_layer, [*place, *token], [attention.step, *pictures],
+                control.input(self.on_look, [*place, *token], pictures, show_progress="hidden",
+                              trigger_mode="always_last", **private)  # fmt: skip
+            attention.layer.input(self.on_change_layer, [*place, *token], [attention.step, *pictures],
                                   show_progress="hidden", trigger_mode="always_last", **private)  # fmt: skip
-            attention.picture.select(self.click, [*place, attention.frame], [*token, *pictures], show_progress="hidden",
-                                     **private)  # fmt: skip
+            attention.picture.select(self.on_click, [*place, attention.frame], [*token, *pictures],
+                                     show_progress="hidden", **private)  # fmt: skip
 
             listing = [gallery.pictures, gallery.ids, gallery.left, gallery.right]
             for trigger in (page.blocks.load, page.current.change):
-                trigger(self.list_runs, [gallery.left, gallery.right], listing, show_progress="hidden", **private)
-            gallery.pictures.select(self.open, gallery.ids, shown, show_progress="hidden", **private)
-            gallery.keep.click(self.keep, page.current, [gallery.told, gallery.keep], show_progress="hidden", **private)
+                trigger(self.on_list_runs, [gallery.left, gallery.right], listing, show_progress="hidden", **private)
+            gallery.pictures.select(self.on_open, gallery.ids, [*shown, *ask.list()], show_progress="hidden", **private)
             gallery.keep.click(
-                self.list_runs, [gallery.left, gallery.right], listing, show_progress="hidden", **private
+                self.on_keep, page.current, [gallery.told, gallery.keep], show_progress="hidden", **private
             )
-            page.current.change(self.keep_label, page.current, gallery.keep, show_progress="hidden", **private)
-            gallery.both.click(self.pair, [gallery.left, gallery.right], [gallery.player, gallery.table],
+            gallery.keep.click(
+                self.on_list_runs, [gallery.left, gallery.right], listing, show_progress="hidden", **private
+            )
+            page.current.change(self.on_keep_label, page.current, gallery.keep, show_progress="hidden", **private)
+            gallery.both.click(self.on_pair, [gallery.left, gallery.right], [gallery.player, gallery.table],
                                show_progress="minimal", show_progress_on=gallery.player, **private)  # fmt: skip
 
-    def compare(self, request: gr.Request, *values: Any) -> Iterator[dict[Any, Any]]:
+    def on_compare(self, request: gr.Request, *values: Any) -> Iterator[dict[Any, Any]]:
         owner = owner_of(request)
         work = functools.partial(self.handlers.compare, Request(*values), owner=owner)
         started = time.monotonic()
@@ -88,7 +101,7 @@ class _Events:
             else:
                 yield message
 
-    def sweep(self, request: gr.Request, *values: Any) -> Iterator[dict[Any, Any]]:
+    def on_sweep(self, request: gr.Request, *values: Any) -> Iterator[dict[Any, Any]]:
         owner = owner_of(request)
 
         def work(tell: Any) -> list[Run]:
@@ -135,15 +148,15 @@ class _Events:
             page.cancel: gr.update(interactive=False),
         }
 
-    def cancel(self, request: gr.Request) -> tuple[Any, ...]:
+    def on_cancel(self, request: gr.Request) -> tuple[Any, ...]:
         self.handlers.cancel(owner_of(request))
         line = views.status("Cancelled: the step at work ends first, nothing of the run is kept.")
         return line, gr.update(interactive=True), gr.update(interactive=False), gr.update(interactive=True)
 
-    def leave(self, request: gr.Request) -> None:
+    def on_leave(self, request: gr.Request) -> None:
         self.handlers.cancel(owner_of(request))
 
-    def load(self, request: gr.Request, name: Any) -> dict[Any, Any]:
+    def on_load(self, request: gr.Request, name: Any) -> dict[Any, Any]:
         ask, limits = self.page.ask, self.handlers.limits
         try:
             model = self.handlers.load(name, owner=owner_of(request))
@@ -160,17 +173,32 @@ class _Events:
             ask.guidance: defaults.guidance_scale,
         }
 
-    def example(self, number: Any) -> dict[Any, Any]:
+    def on_example(self, number: Any) -> dict[Any, Any]:
         examples = [run for run in self.handlers.runs() if run.example]
         if not isinstance(number, int) or not 0 <= number < len(examples):
             raise gr.Error("this example is not there", print_exception=False)
         line = views.status(f"Example: {views.run_title(examples[number])}", "good")
-        return {self.page.status: line} | self._show(examples[number])
+        return {self.page.status: line} | self._show(examples[number]) | self._settings(examples[number])
 
-    def open(self, ids: Any, event: gr.SelectData) -> dict[Any, Any]:
+    def on_open(self, ids: Any, event: gr.SelectData) -> dict[Any, Any]:
         with _told():
             run = self.handlers.store.find(ids[event.index])
-        return {self.page.status: views.status(f"Shown: {views.run_title(run)}", "good")} | self._show(run)
+        line = views.status(f"Shown: {views.run_title(run)}", "good")
+        return {self.page.status: line} | self._show(run) | self._settings(run)
+
+    def _settings(self, run: Run) -> dict[Any, Any]:
+        """Return the updates that set the controls to what a run was made with."""
+        ask, settings = self.page.ask, run.report["settings"]
+        updates = {
+            ask.prompt: run.clip["prompt"],
+            ask.negative_prompt: settings["negative_prompt"] or "",
+            ask.seed: run.clip["seed"],
+            ask.guidance: settings["guidance_scale"],
+            ask.min_tokens: settings["min_tokens"],
+        }
+        names = ("method", "preset", "sparsity", "warmup", "steps", "frames", "width", "height", "block_size")
+        updates |= {getattr(ask, name): settings[name] for name in names if settings[name] is not None}
+        return updates | ({ask.model: settings["model"]} if settings["model"] in self.handlers.shelf.names else {})
 
     def _show(self, run: Run, tab: str | None = "compare") -> dict[Any, Any]:
         """Return the updates that show a run."""
@@ -208,10 +236,11 @@ class _Events:
             raise AppError("a clip of this run is gone; run it again")
         return path
 
-    def _downloads(self, run: Run) -> list[str]:
-        paths = [self.handlers.store.publish(run, key) for key in _FILES]
+    def _downloads(self, run: Run) -> str:
+        found = [(label, self.handlers.store.publish(run, key)) for key, label in _FILES.items()]
         script = self.handlers.store.publish_text(run, "compare.py", python_lines(run.report))
-        return [str(path) for path in [*paths, script] if path is not None]
+        files = [(label, path) for label, path in found if path is not None]
+        return views.downloads([*files, ("Python lines", script)])
 
     def _show_attention(self, run: Run) -> dict[Any, Any]:
         view = self.page.attention
@@ -229,7 +258,7 @@ class _Events:
             component: gr.update(maximum=max(size - 1, 1), value=value)
             for component, size, value in zip((view.frame, view.row, view.column), masks.grid_thw, token, strict=True)
         }
-        mask, picture, told = self.look(run.id, layer, steps[-1], 0, *token)
+        mask, picture, told = self.on_look(run.id, layer, steps[-1], 0, *token)
         return {
             view.layer: gr.update(choices=[(views.layer_name(name), name) for name in layers], value=layer),
             view.head: gr.update(maximum=max(masks.heads - 1, 1), value=0),
@@ -239,7 +268,7 @@ class _Events:
             view.told: told,
         } | sizes
 
-    def look(self, run_id: Any, layer: Any, step: Any, head: Any, *token: Any) -> tuple[Any, Any, str]:
+    def on_look(self, run_id: Any, layer: Any, step: Any, head: Any, *token: Any) -> tuple[Any, Any, str]:
         """Return the mask, the picture and the line of one place."""
         if run_id is None or layer is None:
             return None, None, views.empty("No block mask yet", "Compare first, or take an example.")
@@ -256,21 +285,23 @@ class _Events:
         )
         return spot.picture, f'<p class="ds-spot">{text}</p>'
 
-    def change_layer(self, run_id: Any, layer: Any, step: Any, head: Any, *token: Any) -> tuple[Any, ...]:
+    def on_change_layer(self, run_id: Any, layer: Any, step: Any, head: Any, *token: Any) -> tuple[Any, ...]:
         with _told():
             steps = self.handlers.masks(run_id).steps_of(str(layer))
         step = step if step in steps else steps[-1]
         choices = gr.update(choices=[(str(number + 1), number) for number in steps], value=step)
-        return choices, *self.look(run_id, layer, step, head, *token)
+        return choices, *self.on_look(run_id, layer, step, head, *token)
 
-    def click(self, run_id: Any, layer: Any, step: Any, head: Any, frame: Any, event: gr.SelectData) -> tuple[Any, ...]:
+    def on_click(
+        self, run_id: Any, layer: Any, step: Any, head: Any, frame: Any, event: gr.SelectData
+    ) -> tuple[Any, ...]:
         with _told():
             token = self.handlers.locate(run_id, frame, *event.index)
         if token is None:
             return tuple(gr.skip() for _ in range(6))
-        return *token, *self.look(run_id, layer, step, head, *token)
+        return *token, *self.on_look(run_id, layer, step, head, *token)
 
-    def list_runs(self, left: Any, right: Any) -> tuple[Any, ...]:
+    def on_list_runs(self, left: Any, right: Any) -> tuple[Any, ...]:
         runs = self.handlers.runs()
         titles = [views.run_title(run) for run in runs]
         posters = [self.handlers.store.publish(run, "poster") for run in runs]
@@ -281,7 +312,7 @@ class _Events:
         chosen = [left if left in ids else next(iter(ids), None), right if right in ids else next(iter(ids[1:]), None)]
         return pictures, shown, *(gr.update(choices=choices, value=value) for value in chosen)
 
-    def keep(self, run_id: Any) -> tuple[Any, Any]:
+    def on_keep(self, run_id: Any) -> tuple[Any, Any]:
         if run_id is None:
             return views.status("Nothing is shown yet that could be kept.", "bad"), gr.skip()
         try:
@@ -290,13 +321,13 @@ class _Events:
         except AppError as error:
             return views.status(f"Not changed: {error}", "bad"), gr.skip()
         line = "Kept until it is given free." if run.kept else "Given free: it goes after a week."
-        return views.status(line, "good"), self.keep_label(run.id)
+        return views.status(line, "good"), self.on_keep_label(run.id)
 
-    def keep_label(self, run_id: Any) -> Any:
+    def on_keep_label(self, run_id: Any) -> Any:
         run = self.handlers.store.get(run_id)
         return gr.update(value="Give the run that is shown free" if run and run.kept else "Keep the run that is shown")
 
-    def pair(self, left: Any, right: Any) -> tuple[str, str]:
+    def on_pair(self, left: Any, right: Any) -> tuple[str, str]:
         with _told():
             runs = self.handlers.pair(left, right)
             labels = [views.run_label(run) for run in runs]

@@ -119,7 +119,16 @@ def theme() -> gr.themes.Base:
         radius_size=gr.themes.sizes.radius_md,
         spacing_size=gr.themes.sizes.spacing_sm,
         text_size=gr.themes.sizes.text_md,
-        font=["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
+        font=[
+            "Inter",
+            "-apple-system",
+            "Segoe UI",
+            "Roboto",
+            "Helvetica Neue",
+            "Liberation Sans",
+            "Arial",
+            "sans-serif",
+        ],
         font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "monospace"],
     ).set(
         button_primary_background_fill="*primary_600",
@@ -168,13 +177,13 @@ def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str
                 prompt = gr.Textbox(label="Prompt", value=first.defaults.prompts[0], lines=2, max_lines=5,
                                     max_length=limits.prompt)  # fmt: skip
                 with gr.Row(elem_id="ds-buttons"):
-                    run = gr.Button("Compare", variant="primary", elem_id="ds-run")
-                    cancel = gr.Button("Cancel", variant="stop", elem_id="ds-cancel", interactive=False)
+                    run = gr.Button("Compare", variant="primary", size="md", elem_id="ds-run")
+                    cancel = gr.Button("Cancel", variant="stop", size="md", elem_id="ds-cancel", interactive=False)
                 status = gr.HTML(views.status("Ready."), elem_id="ds-told")
             with gr.Column(elem_id="ds-settings"):
                 ask = _settings(models, first, limits, prompt, examples)
                 shown = [[views.run_title(run)] for run in examples]
-                labels = [f"{run.clip['prompt']} ({views.run_label(run)})" for run in examples]
+                labels = [f"{run.clip['prompt']}, {views.run_label(run)}" for run in examples]
                 chosen = gr.Dataset(
                     label="Examples, shown at once",
                     components=[gr.Textbox(visible=False)],
@@ -194,7 +203,7 @@ def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str
                         "The dense clip is generated once.",
                         max_length=100,
                     )
-                    sweep_run = gr.Button("Run the sweep", variant="primary")
+                    sweep_run = gr.Button("Run the sweep", variant="primary", size="md")
                     sweep = gr.HTML(
                         views.empty(
                             "No sweep yet", "Quality, density and time over the sparsity, as curves and a table."
@@ -225,7 +234,7 @@ def _settings(models: list[str], first: LoadedModel, limits: Limits, prompt: Any
             height = gr.Number(defaults.height, label="Height, px", step=16, min_width=90)
             guidance = gr.Number(defaults.guidance_scale, label="Guidance", step=0.5, min_width=90)
     with gr.Accordion("More settings", open=False):
-        negative = gr.Textbox(label="Negative prompt", lines=1, max_length=limits.prompt)
+        negative = gr.Textbox("", label="Negative prompt", lines=1, max_length=limits.prompt)
         with gr.Row():
             block_size = gr.Number(128, label="Block size, tokens", min_width=120)
             min_tokens = gr.Number(None, label="Shortest sparse sequence, tokens", info="empty: where it pays",
@@ -249,25 +258,26 @@ def _result_tabs() -> tuple[Results, Attention]:
         curves = gr.HTML()
         cost = gr.HTML()
     with gr.Tab("Attention", id="attention"):
+        with gr.Group(), gr.Row():
+            layer = gr.Dropdown([], label="Layer", interactive=True, min_width=140)
+            step = gr.Dropdown([], label="Step", interactive=True, min_width=110)
+            head_number = gr.Slider(0, 1, value=0, step=1, label="Head", interactive=True, min_width=160)
         told = gr.HTML(views.empty("No block mask yet", "Which blocks of keys each head computed, step by step."))
+        picture = gr.Image(show_label=False, container=False, type="pil", format="png", interactive=False, buttons=[],
+                           elem_id="ds-spot", label="Where the query looked",
+                           alt_text="Frames; tokens that the query did not attend to are dark")  # fmt: skip
         with gr.Row():
-            layer = gr.Dropdown([], label="Layer", min_width=130, interactive=True)
-            head_number = gr.Slider(0, 1, value=0, step=1, label="Head", min_width=130, interactive=True)
-            step = gr.Dropdown([], label="Step", min_width=110, interactive=True)
-        with gr.Row():
-            mask = gr.Image(label="Block mask", type="pil", format="png", interactive=False, buttons=["download"],
-                            min_width=280, scale=2, alt_text="Block mask of the chosen layer, head and step",
-                            elem_id="ds-mask")  # fmt: skip
-            picture = gr.Image(label="Click a spot: where its query looked", type="pil", format="png",
-                               interactive=False, buttons=["download"], min_width=300, scale=5, elem_id="ds-spot",
-                               alt_text="Frames; tokens that the query did not attend to are dark")  # fmt: skip
-        with gr.Row():
-            frame = gr.Slider(0, 1, value=0, step=1, label="Query: frame of the token grid", min_width=150)
-            row = gr.Slider(0, 1, value=0, step=1, label="Query: row, tokens from the top", min_width=150)
-            column = gr.Slider(0, 1, value=0, step=1, label="Query: column, tokens from the left", min_width=150)
+            with gr.Column(scale=2, min_width=250), gr.Group():
+                frame = gr.Slider(0, 1, value=0, step=1, label="Query: frame of tokens")
+                row = gr.Slider(0, 1, value=0, step=1, label="Query: row of tokens")
+                column = gr.Slider(0, 1, value=0, step=1, label="Query: column of tokens")
+            with gr.Column(scale=3, min_width=300):
+                mask = gr.Image(show_label=False, container=False, type="pil", format="png", interactive=False,
+                                buttons=[], elem_id="ds-mask", label="Block mask",
+                                alt_text="Block mask of the chosen layer, head and step")  # fmt: skip
     with gr.Tab("Run info", id="info"):
         facts = gr.HTML(views.empty("No run yet", "What was compared, on which hardware, and files to download."))
-        files = gr.File(label="Downloads: clips, report, Python lines", file_count="multiple", interactive=False)
+        files = gr.HTML()
         code = gr.Code(label="The same in Python", language="python", interactive=False, lines=4)
         with gr.Accordion("Report, JSON", open=False):
             report = gr.JSON(label="report.json", show_label=False, open=False, max_height=420)
@@ -279,16 +289,28 @@ def _result_tabs() -> tuple[Results, Attention]:
 
 def _gallery() -> Gallery:
     with gr.Tab("Gallery", id="gallery"):
-        pictures = gr.Gallery(label="Finished runs: choose one to show it", columns=5, height="auto", interactive=False,
-                              object_fit="cover", allow_preview=False, buttons=[], elem_id="ds-gallery")  # fmt: skip
+        gr.HTML('<h3 class="ds-part">Finished runs: choose one to show it</h3>')
+        pictures = gr.Gallery(
+            label="Finished runs",
+            show_label=False,
+            columns=5,
+            height="auto",
+            interactive=False,
+            object_fit="cover",
+            allow_preview=False,
+            buttons=[],
+            fit_columns=False,
+            elem_id="ds-gallery",
+        )
         ids = gr.State([])
-        with gr.Row():
-            keep = gr.Button("Keep the run that is shown", size="sm", min_width=200)
+        with gr.Row(equal_height=True):
             told = gr.HTML(views.status("Runs that are not kept go after a week, or when the folder is full."))
+            keep = gr.Button("Keep the run that is shown", size="md", min_width=200, scale=0)
+        gr.HTML('<h3 class="ds-part">Two runs against each other</h3>')
         with gr.Row():
             left = gr.Dropdown([], label="Left", min_width=240, interactive=True)
             right = gr.Dropdown([], label="Right", min_width=240, interactive=True)
-        both = gr.Button("Set both sparse clips side by side")
+        both = gr.Button("Show both sparse clips", variant="primary", size="md")
         player = gr.HTML()
         table = gr.HTML()
     return Gallery(pictures, ids, keep, told, left, right, both, player, table)

@@ -18,6 +18,7 @@ from .handlers import Handlers
 from .limits import Limits
 from .models import Shelf, offered_models
 from .store import Bounds, Store
+from .views import hardware
 
 logger = logging.getLogger(__name__)
 
@@ -178,8 +179,6 @@ def serve(config: ServerConfig, *, shelf: Shelf | None = None, examples: Path | 
         import gradio  # noqa: F401
     except ImportError:
         raise UserInputError('the app needs Gradio: pip install "diffsieve[app]"') from None
-    from starlette.middleware import Middleware
-
     shelf = shelf or Shelf(offered_models(config.models), device=config.device, dtype=config.dtype)
     store = Store(config.folder or default_folder(), config.bounds, *([examples] if examples is not None else []))
     first = shelf.get(shelf.names[0])
@@ -196,8 +195,7 @@ def serve(config: ServerConfig, *, shelf: Shelf | None = None, examples: Path | 
         place = environment(first.pipe)
         limits = config.limits or Limits.for_device(place["device"])
         handlers = Handlers(shelf, store, limits)
-        words = f"{place['device_name']}, {place['dtype']}"
-        page = build_page(shelf.names, first, limits, words, [run for run in store.runs() if run.example])
+        page = build_page(shelf.names, first, limits, hardware(place), [run for run in store.runs() if run.example])
         blocks = page.blocks
         wire(page, handlers)
         add_api(page, handlers)
@@ -219,7 +217,8 @@ def serve(config: ServerConfig, *, shelf: Shelf | None = None, examples: Path | 
                 footer_links=["api"],
                 pwa=False,
                 mcp_server=False,
-                app_kwargs={"middleware": [Middleware(Gate)], "docs_url": None, "redoc_url": None},
+                # A class with its arguments, which is all that the middleware list needs.
+                app_kwargs={"middleware": [(Gate, (), {})], "docs_url": None, "redoc_url": None},
                 theme=theme(),
                 css=css(),
                 head=head(),

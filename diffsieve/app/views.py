@@ -41,7 +41,7 @@ def metrics_table(runs: Sequence[tuple[str, Run]]) -> str:
         cells = [_value(name, result) for result in results]
         better = "higher" if known["direction"] == "higher" else "lower"
         meaning = _METRICS.get(name, _LPIPS if name.startswith("lpips") else "")
-        rows.append([metric_title(name), *cells, known["unit"] or "no unit", better, meaning])
+        rows.append([metric_title(name), *cells, known["unit"] or "none", better, meaning])
     return _table("Distance from the dense clip, on raw frames", headings, rows, numbers=len(runs))
 
 
@@ -82,12 +82,30 @@ def facts(run: Run) -> str:
         ("clip", f"{settings['frames']} frames of {settings['width']} x {settings['height']} pixels"),
         ("steps, guidance, seed", f"{settings['steps']}, {settings['guidance_scale']:g}, {clip['seed']}"),
         ("attention kernel", f"dense: PyTorch SDPA; sparse: {clip['sparsity']['backend'] or 'none ran'}"),
-        ("hardware", f"{place['device_name']} ({place['device']}, {place['threads']} threads), {place['dtype']}"),
+        ("hardware", f"{hardware(place)}, {place['threads']} CPU threads"),
         ("versions", versions),
         ("made", report["created"].replace("T", " ").replace("+00:00", " UTC")),
     ]
     rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(str(text))}</dd>" for term, text in items)
     return f'<dl class="ds-facts">{rows}</dl>' + notes(run)
+
+
+def downloads(files: Sequence[tuple[str, Path]]) -> str:
+    """Return links to published files, with their sizes."""
+    items = "".join(
+        f'<li><a href="{escape(file_url(path), quote=True)}" download="{escape(path.name, quote=True)}">{escape(label)}'
+        f"<small>{escape(path.suffix[1:])}, {_size(path.stat().st_size)}</small></a></li>"
+        for label, path in files
+    )
+    return f'<h3 class="ds-part">Downloads</h3><ul class="ds-files">{items}</ul>'
+
+
+def hardware(place: Mapping[str, Any]) -> str:
+    """Return where clips are made, such as "CPU (x86_64), float32"; `place` is the environment of a report."""
+    name = place["device_name"]
+    if place["device"] != "cuda":
+        name = f"{place['device'].upper()} ({name})"
+    return f"{name}, {place['dtype']}"
 
 
 def notes(run: Run) -> str:
@@ -245,6 +263,10 @@ def _value(name: str, result: Mapping[str, Any] | None) -> str:
     return metric_text(name, result["mean"])
 
 
+def _size(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{max(size / 1e3, 0.1):.1f} kB"
+
+
 def _share(value: float | None) -> str:
     return "none" if value is None else f"{100 * value:.1f}"
 
@@ -273,4 +295,6 @@ def _table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]],
 def _kind(place: int, numbers: int, text: str = "") -> str:
     if text.startswith("not computed"):
         return ' class="ds-missing"'
-    return ' class="ds-number"' if 1 <= place <= numbers else ""
+    if 1 <= place <= numbers:
+        return ' class="ds-number"'
+    return ' class="ds-short"' if len(text) < 10 else ""

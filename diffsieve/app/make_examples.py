@@ -1,0 +1,103 @@
+"""Make the examples that ship with the page: `python -m diffsieve.app.make_examples`, or `make examples`.
+
+To be run anew whenever the weights of the embedded model change. Takes minutes on a CPU, and replaces the folder as a
+whole at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..compare import CompareConfig, Progress, compare
+from ..compare.files import write_json
+from ..compare.folder import REPORT
+from ..compare.mask_file import read_masks, write_masks
+from ..pipelines.defaults import MINI_WAN, MINI_WAN_DEFAULTS
+from ..pipelines.loading import load_pipeline
+from .handlers import write_poster
+from .store import EXAMPLES, POSTER
+
+logger = logging.getLogger(__name__)
+
+# One example for each: number of the model's own prompt, sparsity.
+CHOSEN = ((0, 0.5), (0, 0.75), (2, 0.75))
+MAX_BYTES = 1_500_000
+_KEPT = ("dense", "sparse", "difference_clip", "masks")
+_MASK_STEPS = 3
+
+
+def make_examples(target: Path, *, pipe: Any | None = None, chosen: Sequence[tuple[int, float]] = CHOSEN,
+                  **settings: Any) -> int:  # fmt: skip
+    """Generate the examples and put them into `target`, in place of what is there.
+
+    Args:
+        target: folder of the examples.
+        pipe: a loaded pipeline; default: the embedded model.
+        chosen: number of the prompt and sparsity of each.
+        **settings: further fields of `CompareConfig`.
+
+    Returns:
+        Bytes of all examples.
+    """
+    pipe = pipe if pipe is not None else load_pipeline(MINI_WAN)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".examples-") as work:
+        ready = Path(work) / "ready"
+        for number, (prompt, sparsity) in enumerate(chosen, start=1):
+            config = CompareConfig(
+                prompt=(MINI_WAN_DEFAULTS.prompts[prompt],),
+                sparsity=sparsity,
+                preset="default",
+                warmup=0.2,
+                block_size=128,
+                save_masks=True,
+                out=Path(work) / f"run{number}",
+                **settings,
+            )
+            compare(config, pipe=pipe, progress=_log, dense_clips=Path(work) / "dense")
+            slim(config.out, ready / f"example-{number}")
+        if target.exists():
+            shutil.rmtree(target)
+        ready.rename(target)
+    return sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+
+
+def slim(run: Path, target: Path) -> None:
+    """Copy what the page shows of a comparison: clips, difference, masks of three steps, poster and report."""
+    report = json.loads((run / REPORT).read_text(encoding="utf-8"))
+    clip = report["clips"][0]
+    folder = target / clip["folder"]
+    folder.mkdir(parents=True)
+    clip["files"] = {key: name for key, name in clip["files"].items() if key in _KEPT}
+    for key, name in clip["files"].items():
+        if key == "masks":
+            write_masks(folder / name, read_masks(run / clip["folder"] / name).thinned(_MASK_STEPS))
+        else:
+            shutil.copyfile(run / clip["folder"] / name, folder / name)
+    write_poster(target, clip)
+    assert (target / POSTER).is_file()
+    write_json(target / REPORT, report)
+
+
+def _log(report: Progress) -> None:
+    logger.info("%s, seed %d, %s: step %d of %d", report.prompt, report.seed, report.run, report.step, report.steps)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    size = make_examples(EXAMPLES)
+    logger.info("%d bytes in %s", size, EXAMPLES)
+    if size > MAX_BYTES:
+        raise SystemExit(f"the examples must have at most {MAX_BYTES:,} bytes, got {size:,}")
+
+
+if __name__ == "__main__":
+    main()
