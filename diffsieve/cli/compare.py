@@ -30,6 +30,9 @@ def compare(
     save_frames: Annotated[
         bool, typer.Option("--save-frames", help="Keep the raw frames of both runs as .npz, float32.")
     ] = False,
+    floor: Annotated[
+        bool, typer.Option("--floor", help="Also the dense clip with another attention kernel: the noise floor.")
+    ] = False,
     save_masks: Annotated[
         bool, typer.Option("--save-masks", help="Keep the block masks of the sparse layers and steps as .npz.")
     ] = False,
@@ -74,7 +77,7 @@ def compare(
 
     settings = room.CompareConfig(**flags.run_arguments(values))
     try:
-        with RunProgress(model, ("dense", "sparse")) as progress:
+        with RunProgress(model, ("dense", "sparse", "floor") if floor else ("dense", "sparse")) as progress:
             report = room.compare(
                 settings, resume=resume, overwrite=overwrite, progress=progress, command=["diffsieve", *sys.argv[1:]]
             )

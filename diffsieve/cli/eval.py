@@ -15,7 +15,14 @@ app = typer.Typer(add_completion=False)
 @app.command(name="eval")
 def evaluate(
     dense: Annotated[Path, typer.Argument(metavar="DENSE", help="Folder of the dense clips.")],
-    sparse: Annotated[list[Path], typer.Argument(metavar="SPARSE...", help="Folders of clips with the same names.")],
+    sparse: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="SPARSE...",
+            help="Folders of clips with the same names; none where DENSE is a folder of compare.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the report goes.")] = Path("outputs/eval"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier report in the folder.")] = False,
     metrics: Annotated[
@@ -50,7 +57,8 @@ def evaluate(
     """Measure how far sparse clips are from dense ones of the same names.
 
     A clip is a video file, an .npy or .npz file, or a folder of pictures. Writes report.json, metrics.csv and one
-    self-contained report.html. Densities are read from the report.json of `diffsieve generate`, where there is one.
+    self-contained report.html. Settings, seeds and densities are read from the report.json of `diffsieve generate` or
+    `compare`, where there is one.
     """
     from ..compare.evaluate import EvaluateConfig, evaluate
     from .run_tables import format_evaluation
@@ -60,7 +68,7 @@ def evaluate(
         raise UserInputError("metrics must name at least one metric, got none")
     settings = EvaluateConfig(
         reference=dense,
-        tests=tuple(sparse),
+        tests=tuple(sparse or ()),
         out=out,
         metrics=names,
         nets=tuple(dict.fromkeys(lpips_net or ("alex",))),

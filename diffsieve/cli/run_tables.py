@@ -43,6 +43,10 @@ def format_comparison(report: Mapping[str, Any], out: Path) -> str:
         table.add_section()
         _add_statistics(table, report["summary"])
     lines = [_render(table).rstrip()]
+    floor = report["floor"]
+    if floor:
+        figures = f"PSNR {_number(floor['psnr']['mean'], 2)} dB, SSIM {_number(floor['ssim']['mean'], 4)}"
+        lines.append(f"noise floor (dense with another kernel, mean of {floor['psnr']['n']}): {figures}")
     lines += [f"note: {note}" for note in report["notes"]]
     missing = {clip["metrics"]["lpips[alex]"]["reason"] for clip in report["clips"]} - {None}
     lines += [f"LPIPS not computed: {reason}" for reason in sorted(missing)]

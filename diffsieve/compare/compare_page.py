@@ -66,6 +66,9 @@ def _table(report: Mapping[str, Any]) -> Table:
         cells = [f"{clip['prompt']}, seed {clip['seed']}"]
         cells += [metric_text(name, clip["metrics"][name]["mean"]) for name in names]
         rows.append([*cells, f"{clip['sparsity']['density_overall']:.3f}", f"{clip['speed_up']['total']:.2f}x"])
+    floor = report["floor"]
+    if floor:
+        rows.append(["noise floor, mean", *(metric_text(name, floor[name]["mean"]) for name in names), "1.000", "-"])
     return Table(headings, rows)
 
 

@@ -141,6 +141,7 @@ class CompareConfig(RunConfig):
     Args:
         mask_layer: transformer layer of the block mask picture; `None` takes the middle one.
         save_frames: also keep the raw frames of both runs, float32, as .npz (6 to 400 MB a clip).
+        floor: also make the dense clip with another attention kernel: the noise floor.
         save_masks: also keep the block masks of the sparse layers and steps as masks.npz: of at most 12 layers, and of
             as many evenly spaced steps as fit into 256 MiB before compression.
     """
@@ -148,6 +149,7 @@ class CompareConfig(RunConfig):
     out: Path = Path("outputs/compare")
     mask_layer: int | None = None
     save_frames: bool = False
+    floor: bool = False
     save_masks: bool = False
 
 

@@ -36,7 +36,8 @@ from .evaluate_table import write_csv
 from .files import write_json
 from .folder import check_writable
 from .page import write_page
-from .pairing import measured_density, pair_clips
+from .pairing import pair_clips
+from .provenance import comparison_clips, disagreements, is_comparison, provenance
 from .report import now, versions
 
 EVAL_SCHEMA = "diffsieve.eval/1"
@@ -52,15 +53,17 @@ class EvaluateConfig:
     """What to measure.
 
     Args:
-        reference: folder of the dense clips.
-        tests: folders of the clips to compare, each with the same file names.
+        reference: folder of the dense clips, or one of `diffsieve compare`.
+        tests: folders of the clips to compare, each with the same file names; may be empty where `reference` is one of
+            `diffsieve compare`, which holds both.
         out: folder for the report.
         metrics: some of `diffsieve.eval.METRICS`; PSNR is always among them.
         nets: backbones of LPIPS.
         lpips_weights: file with the backbone, for a single net.
         download: whether torchvision's server may be asked for a missing backbone.
         require_lpips: whether missing LPIPS values are a failure.
-        floor: folder of dense clips made with another attention kernel; their distance is the noise floor.
+        floor: folder of dense clips made with another attention kernel; their distance is the noise floor. A folder of
+            `diffsieve compare` may hold them itself.
         fd: feature network of the Fréchet distance, or `None` for no such distance.
         fd_weights: file of that network.
         device: where metrics are computed; default: a GPU when there is one.
@@ -92,7 +95,9 @@ class EvaluateConfig:
         if self.fd is not None and self.fd not in NETWORKS:
             raise UserInputError(f"fd must be one of {', '.join(NETWORKS)}, got {self.fd}")
         if not self.tests:
-            raise UserInputError("tests must have at least one folder, got none")
+            if not is_comparison(self.reference):
+                raise UserInputError("tests must have at least one folder, got none")
+            object.__setattr__(self, "tests", (self.reference,))
         if self.lpips_weights is not None and len(self.wanted_nets()) != 1:
             raise UserInputError(f"lpips_weights must go with one net, got {', '.join(self.wanted_nets()) or 'none'}")
         for name, value, least in (("page_clips", self.page_clips, 0), ("fps", self.fps, 1)):
@@ -147,7 +152,13 @@ def evaluate(
     folders: dict[str, Path] = dict(zip(_labels(config.tests), config.tests, strict=True))
     if config.floor is not None:
         folders[FLOOR] = config.floor
-    pairs = {label: pair_clips(config.reference, folder) for label, folder in folders.items()}
+    elif is_comparison(config.reference) and comparison_clips(config.reference, "floor"):
+        folders[FLOOR] = config.reference
+    pairs = {
+        label: pair_clips(config.reference, folder, "floor" if label == FLOOR else "sparse")
+        for label, folder in folders.items()
+    }
+    made = provenance(config.reference, dense=True)
     device = _device(config.device)
     models = _models(config, device)
     network = _network(config, device)
@@ -162,7 +173,8 @@ def evaluate(
             "settings": config.settings(),
             "environment": _environment(device),
             "weights": [model.to_dict() for model in models.values() if isinstance(model, LoadedLpips)],
-            "notes": _notes([*runs.values(), *([floor] if floor else [])]),
+            "reference": made,
+            "notes": _notes([*runs.values(), *([floor] if floor else [])], made),
             "runs": list(runs.values()),
             "floor": floor,
         }
@@ -217,11 +229,15 @@ def _run(
             view = view_clip(name, label, (dense, other), results, context.scratch, fps=config.fps)
             context.views.setdefault(name, []).append(view)
     records: list[dict[str, Any]] = [clip["metrics"] for clip in clips]
+    made = provenance(folder, dense=label == FLOOR) or {}
+    for clip in clips:
+        clip |= made.get("clips", {}).get(clip["name"], {})
     every = {name: [record.get(name, {}).get("mean") for record in records] for name in records[0]}
     return {
         "label": label,
         "folder": str(folder),
-        **measured_density(folder),
+        **{name: made.get(name) for name in ("density_overall", "density_sparse_steps")},
+        "made": {key: value for key, value in made.items() if key != "clips"} or None,
         "summary": {name: summarize(values).to_dict() for name, values in every.items()},
         "frechet": _frechet(pairs, network, [clip["frames"] for clip in clips]),
         "clips": clips,
@@ -318,7 +334,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _notes(runs: Sequence[dict[str, Any]]) -> list[str]:
+def _notes(runs: Sequence[dict[str, Any]], reference: dict[str, Any] | None) -> list[str]:
     """Say what a reader of the numbers must know."""
     clips: list[dict[str, Any]] = [clip for run in runs for clip in run["clips"]]
     notes = []
@@ -332,4 +348,8 @@ def _notes(runs: Sequence[dict[str, Any]]) -> list[str]:
     }
     distances: list[dict[str, Any]] = [run["frechet"] for run in runs if run["frechet"]]
     frechets = {f"Fréchet distance not computed: {f['reason']}" for f in distances if f["reason"]}
+    for run in runs:
+        other = provenance(Path(run["folder"]), dense=run["label"] == FLOOR)
+        if differences := disagreements(reference, other):
+            notes.append(f"{run['label']} was not made as the dense clips were: {'; '.join(differences)}")
     return [*notes, *sorted(reasons), *sorted(frechets)]

@@ -21,7 +21,7 @@ def write_csv(target: Path, report: Mapping[str, Any]) -> None:
         for run in runs:
             for clip in run["clips"]:
                 means = [clip["metrics"].get(name, {}).get("mean") for name in names]
-                densities = [run["density_overall"], run["density_sparse_steps"]]
+                densities = [clip.get(name, run[name]) for name in ("density_overall", "density_sparse_steps")]
                 writer.writerow([run["label"], clip["name"], clip["frames"], *densities, *means])
 
 

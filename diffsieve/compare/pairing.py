@@ -1,23 +1,23 @@
-"""Which clips of two folders belong together, and what a generated folder says of its sparsity."""
+"""Which clips of two folders belong together."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 from ..errors import UserInputError
 from ..eval.clips import ARRAYS, PICTURES, VIDEOS, is_clip, natural_key
+from .provenance import comparison_clips, is_comparison
 
 _LISTED = 5
 
 
-def pair_clips(reference: Path, test: Path) -> list[tuple[str, Path, Path]]:
+def pair_clips(reference: Path, test: Path, side: str = "sparse") -> list[tuple[str, Path, Path]]:
     """Pair the clips of two folders by their file names.
 
-    A clip is a video file, an .npy or .npz file, or a folder of pictures. Two such clips may also be given themselves.
+    A clip is a video file, an .npy or .npz file, or a folder of pictures. Two such clips may also be given themselves,
+    and two folders of `diffsieve compare`: the dense clips of the first with the sparse ones of the second, or with
+    those of another `side`, "floor".
 
     Returns:
         Name, dense clip and other clip of each pair, in the order of the numbers in the names.
@@ -32,7 +32,13 @@ def pair_clips(reference: Path, test: Path) -> list[tuple[str, Path, Path]]:
         if not (_single(reference) and _single(test)):
             raise UserInputError(f"{reference} and {test} must both be clips or both be folders of clips")
         return [(reference.name, reference, test)]
-    found = [{path.name: path for path in folder.iterdir() if is_clip(path)} for folder in (reference, test)]
+    compared = [is_comparison(folder) for folder in (reference, test)]
+    if compared[0] != compared[1]:
+        raise UserInputError(f"{reference} and {test} must both be folders of diffsieve compare, or neither of them")
+    if all(compared):
+        found = [comparison_clips(reference, "dense"), comparison_clips(test, side)]
+    else:
+        found = [{path.name: path for path in folder.iterdir() if is_clip(path)} for folder in (reference, test)]
     for folder, clips in zip((reference, test), found, strict=True):
         if not clips:
             kinds = ", ".join(sorted(ARRAYS | VIDEOS))
@@ -44,22 +50,6 @@ def pair_clips(reference: Path, test: Path) -> list[tuple[str, Path, Path]]:
                 f"{folder} must hold a clip for each of the other folder, got none for {_few(missing)}"
             )
     return [(name, dense[name], tested[name]) for name in sorted(dense, key=natural_key)]
-
-
-def measured_density(folder: Path) -> dict[str, float | None]:
-    """Return the mean densities that the report of `diffsieve generate` in a folder states, else `None` for each."""
-    names = ("density_overall", "density_sparse_steps")
-    try:
-        report: Any = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        clips = [clip["sparsity"] or {} for clip in report["clips"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return dict.fromkeys(names)
-    return {name: _mean([clip.get(name) for clip in clips]) for name in names}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return fmean(present) if present and len(present) == len(values) else None
 
 
 def _single(path: Path) -> bool:

@@ -101,3 +101,12 @@ def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "speed_up": statistics("speed_up", "total"),
         "speed_up_sparse_step": statistics("speed_up", "sparse_step"),
     }
+
+
+def floor_summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return statistics of the noise floor over clips, by metric; `None` where it was not measured."""
+    found = [record["floor"] for record in records if record.get("floor")]
+    if not found:
+        return None
+    names = list(found[0]["metrics"])
+    return {name: summarize([floor["metrics"][name]["mean"] for floor in found]).to_dict() for name in names}

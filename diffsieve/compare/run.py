@@ -19,6 +19,7 @@ from .clip_file import DenseClips, read_clip, write_clip
 from .compare_page import comparison_page, load_lpips_or_say_why
 from .config import CompareConfig, RunConfig
 from .files import remove_parts, write_frames, write_json, write_png
+from .floor import other_kernel
 from .mask_file import MAX_LAYERS, BlockMasks, MaskCollector, spread, write_masks
 from .mask_picture import mask_picture
 from .methods import METHODS
@@ -26,7 +27,7 @@ from .page import write_page
 from .pictures import difference_clip, difference_picture, side_by_side
 from .prepare import Prepared, prepare, resolve_place, transformer_of
 from .progress import ItemProgress, ProgressCallback
-from .report import COMPARE_SCHEMA, clip_seconds, environment, now, speed_up, summary
+from .report import COMPARE_SCHEMA, clip_seconds, environment, floor_summary, now, speed_up, summary
 from .video import to_uint8, write_mp4
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ _FILES = {
     "masks": "masks.npz",
     "dense_frames": "dense_frames.npz",
     "sparse_frames": "sparse_frames.npz",
+    "floor": "floor.mp4",
+    "floor_frames": "floor_frames.npz",
 }
 
 
@@ -119,6 +122,7 @@ def compare(
             "environment": place,
             "notes": sorted({note for record in records for note in record["notes"]}),
             "summary": summary(records),
+            "floor": floor_summary(records),
             "clips": records,
         }
         page = comparison_page(report, config.out, method_label(config, ready.attention))
@@ -235,19 +239,17 @@ def _make_pair(
         remove_sparse_attention(pipe)
 
     teller.tell("sparse", "write", config.steps or 0)
-    metrics = [metric(dense.frames, sparse.frames) for metric in (psnr, psnr_from_mean_mse, ssim, ms_ssim)]
-    if isinstance(perceptual, LoadedLpips):
-        metrics.append(lpips(dense.frames, sparse.frames, model=perceptual))
-    else:
-        metrics.append(perceptual)
+    metrics = _metrics(dense, sparse, perceptual)
+    floor, floor_files = _make_floor(ready, prompt, seed, paths, teller, perceptual, dense)
     item = {"prompt": prompt, "seed": seed}
     written, scale_end = _write_pair(ready, item, paths, (dense, sparse), metrics, mask, collector.result())
     seconds = {"dense": clip_seconds(dense), "sparse": clip_seconds(sparse)}
     record = {
         **item,
         "folder": folder.name,
-        "files": {name: paths[name].name for name in written},
+        "files": {name: paths[name].name for name in [*written, *floor_files]},
         "metrics": {metric.name: metric.to_dict() for metric in metrics},
+        "floor": floor,
         "difference_scale_end": scale_end,
         "sparsity": sparsity,
         "seconds": seconds,
@@ -258,6 +260,37 @@ def _make_pair(
     if not config.save_frames:
         paths["dense_frames"].unlink(missing_ok=True)
     return record
+
+
+def _metrics(dense: Clip, other: Clip, perceptual: LoadedLpips | MetricResult) -> list[MetricResult]:
+    found = [metric(dense.frames, other.frames) for metric in (psnr, psnr_from_mean_mse, ssim, ms_ssim)]
+    if isinstance(perceptual, LoadedLpips):
+        return [*found, lpips(dense.frames, other.frames, model=perceptual)]
+    return [*found, perceptual]
+
+
+def _make_floor(
+    ready: Prepared[CompareConfig],
+    prompt: str,
+    seed: int,
+    paths: dict[str, Path],
+    teller: ItemProgress,
+    perceptual: LoadedLpips | MetricResult,
+    dense: Clip,
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Make the dense clip with another kernel, if asked for; return its record and the keys of its files."""
+    config = ready.config
+    if not config.floor:
+        return None, []
+    assert config.fps is not None
+    with other_kernel(ready.pipe) as kernel:
+        on_step = teller.step_callback("floor")
+        clip = generate_clip(ready.pipe, config, prompt=prompt, seed=seed, name="noise floor", on_step=on_step)
+    write_mp4(paths["floor"], to_uint8(clip.frames), fps=config.fps)
+    if config.save_frames:
+        write_frames(paths["floor_frames"], clip.frames)
+    metrics = {metric.name: metric.to_dict() for metric in _metrics(dense, clip, perceptual)}
+    return {"kernel": kernel, "metrics": metrics}, ["floor", *(["floor_frames"] if config.save_frames else [])]
 
 
 def _write_pair(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from ..compare import folder as folders
 from ..compare.claim import claim_settings
 from ..compare.clip import Clip, generate_clip
 from ..compare.config import DENSE, RunConfig
+from ..compare.floor import other_kernel
 from ..compare.lines import LineWriter, line_writer, read_lines
 from ..compare.prepare import prepare, resolve_place, transformer_of
 from ..compare.report import environment
 from ..compare.shards import Deadline, Shard
 from ..compare.ticker import Ticker
-from ..errors import UserInputError
 from ..eval import DEFAULT_METRICS, LoadedLpips, MissingWeightsError, load_lpips, measure
 from ..pipelines.loading import weights_digest
 from .capture import warmup_steps
@@ -30,8 +30,6 @@ from .prompts import study_prompts
 from .report import CLIPS, CLIPS_SCHEMA, CLIPS_SETTINGS, write_report
 from .variants import FLOOR, VARIANTS, choose, config_of
 
-# Another kernel of PyTorch's scaled dot product attention than the default one, by device type.
-FLOOR_BACKENDS = {"cuda": "_native_efficient", "cpu": "_native_math"}
 _WATCHED_STEPS = 3
 
 Task = tuple[str, float | None]
@@ -168,7 +166,7 @@ def _run_item(
         deadline.begin()
         record = {"prompt": prompt, "seed": seed, "variant": name, "sparsity": sparsity}
         if sparsity is None:
-            with _other_kernel(pipe) as kernel:
+            with other_kernel(pipe) as kernel:
                 clip = generate_clip(pipe, config, prompt=prompt, seed=seed, name=name)
             record |= {"kernel": kernel} | _measured(bench, dense, clip)
         else:
@@ -228,24 +226,6 @@ def _measured(bench: _Bench, dense: Clip, clip: Clip) -> dict[str, Any]:
         "seconds": round(clip.seconds_total, 4),
         "seconds_dense": round(dense.seconds_total, 4),
     }
-
-
-@contextmanager
-def _other_kernel(pipe: Any) -> Iterator[str]:
-    """Run the dense attention of the pipeline with another kernel of PyTorch."""
-    from ..processors.install import transformers_of
-
-    kernel = FLOOR_BACKENDS.get(pipe._execution_device.type)
-    if kernel is None:
-        raise UserInputError(f"floor must be off on {pipe._execution_device}: it has one attention kernel only")
-    modules: list[Any] = [module for _, module in transformers_of(pipe)]
-    try:
-        for module in modules:
-            module.set_attention_backend(kernel)
-        yield kernel
-    finally:
-        for module in modules:
-            module.reset_attention_backend()
 
 
 def _lpips(config: StudyConfig, device: torch.device) -> dict[str, LoadedLpips | str]:

@@ -178,3 +178,12 @@ def test_warmup_is_steps_or_a_share():
     assert parse_warmup("0.2") == parse_warmup(0.2) == 0.2
     with pytest.raises(UserInputError, match="warmup must be"):
         parse_warmup("few")
+
+
+def test_compare_tells_the_noise_floor(model, tmp_path, capsys):
+    assert run_main(arguments("compare", model, tmp_path / "out", "--prompt", "a cat", "--floor")) == 0
+    output = capsys.readouterr()
+    assert "noise floor (dense with another kernel, mean of 1): PSNR " in output.out
+    assert "seed 0 floor: 3 steps" in output.err
+    assert run_main(["eval", str(tmp_path / "out"), "--metrics", "psnr", "--out", str(tmp_path / "eval")]) == 0
+    assert "noise floor" in capsys.readouterr().out

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from diffsieve.compare.evaluate import FLOOR, EvaluateConfig, evaluate
-from diffsieve.compare.pairing import measured_density, pair_clips
+from diffsieve.compare.pairing import pair_clips
+from diffsieve.compare.provenance import provenance
+from diffsieve.compare.report import GENERATE_SCHEMA
 from diffsieve.compare.video import write_mp4
 from diffsieve.errors import DiffsieveError, UserInputError
 from diffsieve.eval import psnr, ssim
@@ -43,7 +45,9 @@ def folders(tmp_path) -> dict[str, Path]:
             np.savez(tmp_path / folder / name, frames=frames_of(folder, number).numpy())
     for folder, density in (("half", 0.6), ("quarter", 0.35)):
         sparsity = {"density_overall": density, "density_sparse_steps": density - 0.1}
-        (tmp_path / folder / "report.json").write_text(json.dumps({"clips": [{"sparsity": sparsity}] * 2}))
+        clips = [{"prompt": "a", "seed": n, "file": name, "sparsity": sparsity} for n, name in enumerate(NAMES)]
+        report = {"schema": GENERATE_SCHEMA, "settings": {"steps": 4}, "seed": [0, 1], "clips": clips}
+        (tmp_path / folder / "report.json").write_text(json.dumps(report))
     return {folder: tmp_path / folder for folder in NOISE}
 
 
@@ -69,6 +73,10 @@ def test_an_evaluation_writes_what_it_says(config):
     run = report["runs"][1]
     assert [clip["name"] for clip in run["clips"]] == list(NAMES)  # 9 before 10
     assert (run["density_overall"], run["density_sparse_steps"]) == pytest.approx((0.35, 0.25))
+    assert run["made"]["seeds"] == [0, 1]
+    assert run["made"]["settings"] == {"steps": 4}
+    assert [(clip["seed"], clip["density_overall"]) for clip in run["clips"]] == [(0, 0.35), (1, 0.35)]
+    assert report["reference"] is None
     pairs = [(frames_of("dense", n), frames_of("quarter", n)) for n in range(2)]
     for clip, pair in zip(run["clips"], pairs, strict=True):
         assert clip["frames"] == 6
@@ -159,7 +167,8 @@ def test_videos_are_noted_and_svg_compatible_values_keep_their_name(tmp_path):
         "svg-compatible ssim",
         "svg-compatible lpips[vgg]",
     ]
-    assert measured_density(tmp_path / "half") == {"density_overall": None, "density_sparse_steps": None}
+    assert provenance(tmp_path / "half") is None
+    assert report["runs"][0]["density_overall"] is None
     assert "against sparsity" not in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
