@@ -29,11 +29,12 @@ def sprites(
     from rich.console import Console
     from rich.progress import Progress
 
-    from ..pipelines.training.sprites import build_sprites, find_package
+    from ..pipelines.training.npm import FLUENT_3D, fetch_package
+    from ..pipelines.training.sprites import build_sprites
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("fetch the package", total=None)
-        archive = find_package(packages)
+        archive = fetch_package(FLUENT_3D, packages)
         progress.update(task, description="cut out sprites")
         built = build_sprites(
             archive, out, progress=lambda done, total: progress.update(task, completed=done, total=total)

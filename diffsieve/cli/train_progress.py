@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _LINE_EVERY = 5.0  # seconds
 _TITLES = {
+    "data": "pictures",
     "vae": "autoencoder",
     "decoder": "decoder",
     "dit": "transformer",
@@ -57,14 +58,17 @@ class TrainProgress:
     def announce(self, name: str) -> None:
         """A part of the plan begins."""
         if self._console.is_terminal:
-            self._task = self._bars.add_task(_TITLES[name], total=1.0 if name != "finish" else None, detail="")
+            self._task = self._bars.add_task(
+                _TITLES[name], total=1.0 if name not in ("data", "finish") else None, detail=""
+            )
         else:
             self._console.print(f"{_TITLES[name]}: begins", highlight=False)
 
     def report(self, entry: LogEntry) -> None:
         """A line of the stage log."""
         losses = " ".join(f"{name} {value:.4f}" for name, value in entry.losses.items())
-        speed = f"{entry.clips_per_second:.0f} clips/s, {entry.memory_gib:.1f} GiB"
+        details = " ".join(f"{name} {value:.0f}" for name, value in entry.details.items())
+        speed = f"{entry.samples_per_second:.0f}/s, {details + ', ' if details else ''}{entry.memory_gib:.1f} GiB"
         if self._console.is_terminal:
             if self._task is not None:
                 detail = f"step {entry.step} loss {entry.losses['loss']:.4f} {speed}"

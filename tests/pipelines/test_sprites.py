@@ -15,12 +15,10 @@ from diffsieve.cli import main
 from diffsieve.errors import UserInputError
 from diffsieve.pipelines.training import sprites as sprites_module
 from diffsieve.pipelines.training.captions import COLOURS
+from diffsieve.pipelines.training.npm import FLUENT_3D, fetch_package
 from diffsieve.pipelines.training.sprites import (
-    PACK_COMMAND,
-    PACKAGE_FILE,
     Sprites,
     build_sprites,
-    find_package,
     load_sprites,
     load_subjects,
 )
@@ -215,18 +213,18 @@ def fake_npm(folder: Path, script: str) -> None:
 
 
 def test_the_package_is_fetched_when_it_is_missing(tmp_path, monkeypatch):
-    fake_npm(tmp_path / "bin", f'echo "$@" > {PACKAGE_FILE}')
+    fake_npm(tmp_path / "bin", f'echo "$@" > {FLUENT_3D.file}')
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    archive = find_package(tmp_path / "npm")
-    assert archive.read_text() == f"pack --ignore-scripts {sprites_module.PACKAGE}\n"
+    archive = fetch_package(FLUENT_3D, tmp_path / "npm")
+    assert archive.read_text() == f"pack --ignore-scripts {FLUENT_3D.name}\n"
     (tmp_path / "bin" / "npm").unlink()
-    assert find_package(tmp_path / "npm") == archive  # found, not fetched again
+    assert fetch_package(FLUENT_3D, tmp_path / "npm") == archive  # found, not fetched again
 
 
 def test_without_npm_the_command_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserInputError, match=f"npm is not installed; run `{PACK_COMMAND}`"):
-        find_package(tmp_path / "npm")
+    with pytest.raises(UserInputError, match=f"npm is not installed; run `{FLUENT_3D.command}`"):
+        fetch_package(FLUENT_3D, tmp_path / "npm")
     assert not (tmp_path / "npm").exists()
 
 
@@ -234,7 +232,7 @@ def test_a_failure_of_npm_is_told(tmp_path, monkeypatch):
     fake_npm(tmp_path / "bin", "echo first >&2; echo no network >&2; exit 3")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with pytest.raises(UserInputError, match=r"failed with exit code 3: no network"):
-        find_package(tmp_path / "npm")
+        fetch_package(FLUENT_3D, tmp_path / "npm")
 
 
 def test_sprites_are_validated():
@@ -269,7 +267,7 @@ def run_cli(*words: str) -> int:
 def test_the_command_writes_the_file_and_tells_its_size(archive, tmp_path, monkeypatch, capsys):
     tiny = functools.partial(build_sprites, subjects=SUBJECTS, sha256=None, sprite_px=32)
     monkeypatch.setattr(sprites_module, "build_sprites", tiny)
-    archive.rename(tmp_path / PACKAGE_FILE)
+    archive.rename(tmp_path / FLUENT_3D.file)
     out = tmp_path / "new" / "sprites.npz"
     assert run_cli("--out", str(out), "--packages", str(tmp_path), "--json") == 0
     report = json.loads(capsys.readouterr().out)
@@ -278,7 +276,7 @@ def test_the_command_writes_the_file_and_tells_its_size(archive, tmp_path, monke
 
 
 def test_the_command_tells_a_mistake_in_one_line(archive, tmp_path, capsys):
-    archive.rename(tmp_path / PACKAGE_FILE)
+    archive.rename(tmp_path / FLUENT_3D.file)
     assert run_cli("--out", str(tmp_path / "sprites.npz"), "--packages", str(tmp_path)) == 1
     lines = capsys.readouterr().err.strip().splitlines()
     assert "must have sha256" in lines[-1]

@@ -1,1 +1,1 @@
-"""Training of the embedded mini-wan model: data, judge and training stages."""
+"""Training: loop, checkpoints, optimiser and settings, the parts of mini-wan, and `pixel_dit` in a folder of its own."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import tomllib
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffsieve.errors import UserInputError
+from ...errors import UserInputError
+from .settings import build_settings, read_settings_file
+from .stage_config import StageConfig
 
 FRAMES_PER_LATENT = 4
 PIXELS_PER_LATENT = 8
@@ -110,59 +109,20 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class StageConfig:
-    """What the stages share.
+class ClipStageConfig(StageConfig):
+    """What the stages of mini-wan share.
 
     Args:
-        seconds: Length of the whole stage in seconds, without the set-up before its second step; learning rate and
-            phases follow the share that is over. In a leg that the schedule is fitted to, only the ratio of the stages
-            counts.
-        steps: Length of the whole stage in optimiser steps; takes the place of `seconds` when given.
         phases: Clip sizes in order.
-        muon_lr: Peak learning rate of Muon (spectral size of one step on a matrix).
-        adam_lr: Peak learning rate of AdamW (all other parameters).
-        weight_decay: Decoupled, on the Muon matrices.
-        warmup: Share of the stage with a rising learning rate.
-        hold: Share of the stage after which the learning rate falls linearly to 0.
-        clip_norm: Largest gradient norm.
-        ema_decay: Decay per step of the averaged weights, in [0, 1).
-        log_every: Steps between lines of the stage log; also how often processes agree on the time.
-        save_every: Seconds between saves of the state and of the averaged weights.
-        sample_every: Seconds between contact sheets; 0 = none; None = 120 on a GPU and none on a CPU.
     """
 
-    seconds: float = 300.0
-    steps: int | None = None
     phases: tuple[Phase, ...] = (Phase(),)
-    muon_lr: float = 0.02
-    adam_lr: float = 1e-3
-    weight_decay: float = 0.0
-    warmup: float = 0.02
-    hold: float = 0.5
-    clip_norm: float = 1.0
-    ema_decay: float = 0.998
-    log_every: int = 10
-    save_every: float = 60.0
-    sample_every: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "steps", "clip_norm", "log_every", "save_every"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserInputError(f"{name} must be positive, got {value}")
-        for name in ("muon_lr", "adam_lr", "weight_decay", "sample_every"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise UserInputError(f"{name} must be at least 0, got {value}")
-        if not 0 <= self.ema_decay < 1:
-            raise UserInputError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
+        super().__post_init__()
         ends = [phase.until for phase in self.phases]
         if not ends or ends != sorted(set(ends)) or ends[-1] != 1:
             raise UserInputError(f"phases must end at rising shares up to 1, got {ends}")
-        if not 0 <= self.warmup <= self.hold <= 1:
-            raise UserInputError(
-                f"warmup and hold must satisfy 0 <= warmup <= hold <= 1, got {self.warmup}, {self.hold}"
-            )
 
     def phase(self, progress: float) -> Phase:
         """The phase that holds at `progress` in [0, 1]."""
@@ -181,14 +141,6 @@ class StageConfig:
             start = phase.until
         return list(found)
 
-    def learning_rate_factor(self, progress: float) -> float:
-        """Factor in [0, 1] on the peak learning rates at `progress` in [0, 1]."""
-        if progress < self.warmup:
-            return max(progress / self.warmup, 0.05)
-        if progress <= self.hold or self.hold == 1:
-            return 1.0
-        return max(0.0, (1 - progress) / (1 - self.hold))
-
 
 def _vae_phases() -> tuple[Phase, ...]:
     return (Phase(frames=17, height=128, width=128, batch_size=24, sprite_px=(56.0, 74.0)),)
@@ -206,7 +158,7 @@ def _dit_phases() -> tuple[Phase, ...]:
 
 
 @dataclass(frozen=True)
-class VaeConfig(StageConfig):
+class VaeConfig(ClipStageConfig):
     """The autoencoder: all of it in the first stage, or the decoder alone.
 
     Args:
@@ -257,7 +209,7 @@ class DecoderConfig(VaeConfig):
 
 
 @dataclass(frozen=True)
-class DitConfig(StageConfig):
+class DitConfig(ClipStageConfig):
     """Transformer and text encoder together.
 
     Args:
@@ -361,7 +313,8 @@ class TrainConfig:
         Raises:
             UserInputError: For an unknown key or a value out of range.
         """
-        return _build(cls, values, where="config")
+        config: TrainConfig = build_settings(cls, values)
+        return config
 
     @classmethod
     def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -372,63 +325,4 @@ class TrainConfig:
             overrides: `part.name=value` with the value in JSON (a bare word is a string), for example
                 `dit.seconds=600`.
         """
-        values = _read(path) if path is not None else {}
-        for item in overrides:
-            key, separator, text = item.partition("=")
-            if not separator:
-                raise UserInputError(f"an override must look like part.name=value, got {item!r}")
-            try:
-                value = json.loads(text)
-            except json.JSONDecodeError:
-                value = text
-            *parents, name = key.split(".")
-            target = values
-            for parent in parents:
-                target = target.setdefault(parent, {})
-                if not isinstance(target, dict):
-                    raise UserInputError(f"an override must name a single setting, got {item!r}")
-            target[name] = value
-        return cls.from_dict(values)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if path.suffix not in (".json", ".toml"):
-        raise UserInputError(f"settings must be a .json or .toml file, got {path.name}")
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise UserInputError(f"settings must be a readable file, got {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserInputError(f"settings must be valid {path.suffix[1:].upper()}, got {path}: {error}") from None
-    if not isinstance(values, dict):
-        raise UserInputError(f"settings must hold a mapping, got {type(values).__name__}")
-    return values
-
-
-def _build(cls: type, values: Any, where: str) -> Any:
-    if not isinstance(values, Mapping):
-        raise UserInputError(f"{where} must be a mapping, got {type(values).__name__}")
-    hints = typing.get_type_hints(cls)
-    unknown = sorted(set(values) - {item.name for item in dataclasses.fields(cls)})
-    if unknown:
-        raise UserInputError(f"{where} has unknown keys {unknown}; known: {sorted(hints)}")
-    return cls(**{name: _convert(hints[name], value, f"{where}.{name}") for name, value in values.items()})
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, where)
-    arguments = typing.get_args(hint)
-    if type(None) in arguments:
-        if value is None:
-            return None
-        return _convert(next(choice for choice in arguments if choice is not type(None)), value, where)
-    if typing.get_origin(hint) is tuple:
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise UserInputError(f"{where} must be a list, got {value!r}")
-        return tuple(_convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    accepted = (int, float) if hint is float else hint
-    if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
-        raise UserInputError(f"{where} must be {hint.__name__}, got {value!r}")
-    return hint(value)
+        return cls.from_dict(read_settings_file(path, overrides))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import DiffsieveError
 from ..defaults import DEFAULTS_FILE, MINI_WAN_DEFAULTS
 from .checkpoint import write_atomically, write_json
+from .folders import replace_folder
 
 if TYPE_CHECKING:
     from diffusers import WanPipeline
@@ -35,27 +33,15 @@ def export_pipeline(pipe: WanPipeline, out: Path) -> int:
     Raises:
         DiffsieveError: When the folder would be larger than 40 MB; nothing is replaced then.
     """
-    partial = out.with_name(f".{out.name}.part")
-    shutil.rmtree(partial, ignore_errors=True)
     for module in (pipe.vae, pipe.transformer, pipe.text_encoder):
         module.to(device="cpu", dtype=torch.bfloat16)
-    pipe.save_pretrained(partial, safe_serialization=True)
-    _name_tokenizer(partial)
-    write_json(partial / DEFAULTS_FILE, asdict(MINI_WAN_DEFAULTS))
-    for path in [partial, *partial.rglob("*")]:
-        # safetensors makes files that only their owner may read
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
-    if size > MAX_BYTES:
-        shutil.rmtree(partial)
-        raise DiffsieveError(f"the model folder must have at most {MAX_BYTES} bytes, got {size}")
-    old = out.with_name(f".{out.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        os.replace(out, old)
-    os.replace(partial, out)
-    shutil.rmtree(old, ignore_errors=True)
-    return size
+
+    def write(folder: Path) -> None:
+        pipe.save_pretrained(folder, safe_serialization=True)
+        _name_tokenizer(folder)
+        write_json(folder / DEFAULTS_FILE, asdict(MINI_WAN_DEFAULTS))
+
+    return replace_folder(out, write, max_bytes=MAX_BYTES)
 
 
 def _name_tokenizer(folder: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .config import StageConfig, TrainConfig
+from .config import ClipStageConfig, TrainConfig
 from .loop import LOG_FILE
 
 SETTINGS_FILE = "settings.json"
@@ -30,7 +30,7 @@ def run_legs(out: Path) -> list[dict[str, Any]]:
         lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
         if lines:
             last = json.loads(lines[-1])
-            stage: StageConfig = getattr(config, name)
+            stage: ClipStageConfig = getattr(config, name)
             legs.append(
                 {
                     "stage": name,

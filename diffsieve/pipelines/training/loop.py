@@ -1,4 +1,4 @@
-"""The training loop that both stages share: time budget, gradient averaging, EMA, stage log, checkpoints, resume."""
+"""The training loop that all stages share: time budget, gradient averaging, EMA, stage log, checkpoints, resume."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch import nn
 
 from ...errors import DiffsieveError, UserInputError
 from .checkpoint import WEIGHTS_FILE, AveragedWeights, copy_file, copy_weights, load_state, save_state, write_atomically
-from .config import StageConfig
 from .muon import Muon
+from .stage_config import StageConfig
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,12 @@ class LogEntry:
     step: int
     progress: float  # share of the stage, [0, 1]
     seconds: float  # of training in this stage, all legs, without set-up
-    clips_per_second: float  # all processes
+    samples_per_second: float  # clips or pictures, all processes
     memory_gib: float  # peak of this process
     learning_rate: float  # factor in [0, 1]
     processes: int
     losses: dict[str, float] = field(default_factory=dict)
+    details: dict[str, float] = field(default_factory=dict)  # what a stage adds
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def run_stage(
     *,
     save_average: Callable[[AveragedWeights, int], None],
     sample: Callable[[AveragedWeights, float, Path], None],
+    describe: Callable[[float, float], dict[str, float]] | None = None,
 ) -> StageResult:
     """Train until the stage or the leg is over and leave a complete checkpoint.
 
@@ -95,11 +97,12 @@ def run_stage(
         config: Schedule and optimiser settings.
         accelerator: Gives device and processes.
         modules: What is trained, by name.
-        parameters: Those for Muon and those for AdamW.
-        compute_loss: Takes step and progress; returns the losses, among them "loss", and the number of clips it used.
+        parameters: Those for Muon (none: no Muon) and those for AdamW.
+        compute_loss: Takes step and progress; returns the losses, among them "loss", and the number of samples it used.
         leg: Deadline, resume, reports.
         save_average: Writes the averaged weights of a step to the folder (main process only).
         sample: Draws a contact sheet of the averaged weights at a progress to a path (main process only).
+        describe: Takes the progress that the step began with and samples per second; returns more numbers for the log.
 
     Raises:
         UserInputError: When the deadline leaves no time.
@@ -108,9 +111,16 @@ def run_stage(
     device = accelerator.device
     main = accelerator.is_main_process
     hidden, other = parameters
-    muon = Muon(hidden, lr=config.muon_lr, weight_decay=config.weight_decay)
-    adam = torch.optim.AdamW(other, lr=config.adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda")
-    optimizers: dict[str, torch.optim.Optimizer] = {"muon": muon, "adam": adam}
+    adam = torch.optim.AdamW(
+        other,
+        lr=config.adam_lr,
+        betas=(0.9, config.adam_beta2),
+        weight_decay=config.adam_weight_decay,
+        fused=device.type == "cuda",
+    )
+    optimizers: dict[str, torch.optim.Optimizer] = {"adam": adam}
+    if hidden:
+        optimizers = {"muon": Muon(hidden, lr=config.muon_lr, weight_decay=config.weight_decay), "adam": adam}
     peaks = {"muon": config.muon_lr, "adam": config.adam_lr}
     ema = AveragedWeights(modules, config.ema_decay)
     step, before, length = 0, 0.0, config.seconds
@@ -120,6 +130,10 @@ def run_stage(
         step, before, length = state["step"], state["seconds"], state["length"]
         for key, module in modules.items():
             module.load_state_dict(state["modules"][key])
+        if state["optimizers"].keys() != optimizers.keys():
+            raise UserInputError(
+                f"{folder} must hold a state of {', '.join(optimizers)}, got one of {', '.join(state['optimizers'])}"
+            )
         for key, optimizer in optimizers.items():
             optimizer.load_state_dict(state["optimizers"][key])
         ema.load_state_dict(state["ema"])
@@ -154,8 +168,8 @@ def run_stage(
     if sample_every is None:
         sample_every = 120.0 if device.type == "cuda" else 0.0
     elapsed = before
-    started = last_save = last_sample = clips_since = clock(accelerator)
-    clips, first = 0, True
+    started = last_save = last_sample = samples_since = clock(accelerator)
+    samples, first = 0, True
     finished = _progress(config, step, elapsed, length) >= 1
     paused = False
     while not finished and not paused:
@@ -173,15 +187,15 @@ def run_stage(
             optimizer.zero_grad(set_to_none=False)
         ema.update()
         step += 1
-        clips += count * accelerator.num_processes
+        samples += count * accelerator.num_processes
         if step % AGREE_ON_WEIGHTS_EVERY == 0:
             _share_weights(everything, accelerator)
         if first:
             # compilation and the choice of kernels happen in the first step: the schedule begins after it
             first = False
             _wait(device)
-            started = last_save = last_sample = clips_since = clock(accelerator)
-            clips = 0
+            started = last_save = last_sample = samples_since = clock(accelerator)
+            samples = 0
             if fresh and leg.share is not None and leg.deadline is not None and config.steps is None:
                 length = (leg.deadline - started) * leg.share
                 if length <= 0:
@@ -195,10 +209,13 @@ def run_stage(
         now = clock(accelerator)
         elapsed = before + now - started
         memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-        progress = _progress(config, step, elapsed, length)
-        rate = clips / max(now - clips_since, 1e-9)
-        entry = LogEntry(name, step, progress, elapsed, rate, memory, factor, accelerator.num_processes, values)
-        clips, clips_since = 0, now
+        used, progress = progress, _progress(config, step, elapsed, length)
+        rate = samples / max(now - samples_since, 1e-9)
+        details = describe(used, rate) if describe is not None else {}
+        entry = LogEntry(
+            name, step, progress, elapsed, rate, memory, factor, accelerator.num_processes, values, details
+        )
+        samples, samples_since = 0, now
         finished = progress >= 1
         paused = leg.deadline is not None and now >= leg.deadline
         if main:

@@ -10,15 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import DiffsieveError, UserInputError
+from .accelerating import fast_arithmetic, make_accelerator
 from .checkpoint import STATE_FILE, copy_file, has_weights, write_atomically, write_json
 from .config import TrainConfig
 from .history import SETTINGS_FILE, START_FILE, read_settings, run_legs
@@ -90,7 +89,7 @@ def train_mini_wan(
     sprites = load_sprites(sprites_path)
     plan = PLANS[stage]
     config = _settings(out, config, plan, resume)
-    accelerator = _accelerator()
+    accelerator = make_accelerator()
     deadline = None
     if max_seconds is not None:
         reserve = config.reserve_seconds if "finish" in plan and not pause else 0.0
@@ -107,7 +106,7 @@ def train_mini_wan(
     accelerator.wait_for_everyone()
     main = accelerator.is_main_process
     summary: dict[str, Any] = {"main_process": main, "stage": stage, "out": str(out), "finished": True}
-    with _fast_arithmetic(accelerator.device):
+    with fast_arithmetic(accelerator.device):
         for i, name in enumerate(plan):
             if announce is not None and accelerator.is_main_process:
                 announce(name)
@@ -149,50 +148,6 @@ def _settings(out: Path, config: TrainConfig | None, plan: tuple[str, ...], resu
     if config is None:
         return saved if saved is not None and resume else TrainConfig()
     return config
-
-
-def _accelerator() -> Accelerator:
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType
-
-    # a choice made with `accelerate launch` or `accelerate config` wins
-    chosen = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    default = "bf16" if torch.cuda.is_available() else "no"
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    # accelerate joins processes without a GPU only when it is told to stay on the CPU
-    on_cpu = world > 1 and not torch.cuda.is_available()
-    accelerator = Accelerator(mixed_precision=chosen or default, cpu=on_cpu)
-    if accelerator.num_processes != world:
-        raise UserInputError(
-            f"WORLD_SIZE must be the number of joined processes, got {world} but {accelerator.num_processes}"
-        )
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise UserInputError(f"mixed_precision must be no or bf16, got {accelerator.mixed_precision}")
-    supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if accelerator.distributed_type not in supported:
-        raise UserInputError(
-            f"distributed_type must be plain data parallel, got {accelerator.distributed_type.value}: every process "
-            "holds the whole model"
-        )
-    if accelerator.device.type == "cuda":
-        torch.cuda.set_device(accelerator.device)
-    return accelerator
-
-
-@contextmanager
-def _fast_arithmetic(device: torch.device) -> Iterator[None]:
-    """TF32 products and the fastest convolution for each shape, while a run trains on a GPU."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
-    torch.backends.cudnn.benchmark = True
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before[0]
-        torch.set_float32_matmul_precision(before[1])
 
 
 def _share(config: TrainConfig, parts: tuple[str, ...]) -> float:

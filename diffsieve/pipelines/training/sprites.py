@@ -1,18 +1,14 @@
 """Sprites of the training clips: cut out of an npm package of emoji pictures into one small file.
 
-The pictures are not part of diffsieve. `find_package` gets the package with `npm pack`, `build_sprites` reads the
-archive (it is never unpacked) and writes a `.npz` file, `load_sprites` reads that file. `subjects.json` beside this
-module lists the subjects: caption name -> code points of the picture, in four groups.
+The pictures are not part of diffsieve. `build_sprites` reads the archive of their npm package (it is never unpacked)
+and writes a `.npz` file, `load_sprites` reads that file. `subjects.json` beside this module lists the subjects: caption
+name -> code points of the picture, in four groups.
 
 Legend: S sprites, P edge of a sprite in pixels.
 """
 
-import hashlib
 import io
 import json
-import shutil
-import subprocess
-import tarfile
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,16 +20,11 @@ import numpy as np
 import torch
 
 from ...errors import UserInputError
-
-PACKAGE = "@lobehub/fluent-emoji-3d@1.1.0"
-PACKAGE_FILE = "lobehub-fluent-emoji-3d-1.1.0.tgz"
-PACKAGE_SHA256 = "c1bb7eee7de090205a232518a9ab4adb3df458bfbe8a1f78232991194c8b2e58"
-PACK_COMMAND = f"npm pack {PACKAGE}"
+from .npm import FLUENT_3D, check_archive, read_members
 
 SPRITE_PX = 160
 _ASSETS = PurePosixPath("package/assets")
 _MAX_PICTURE_BYTES = 2**20
-_PACK_TIMEOUT_S = 600
 # Below this coverage (of 255) a pixel does not count for the box that a picture is cropped to.
 _BOX_ALPHA = 8
 
@@ -82,42 +73,12 @@ def load_subjects() -> dict[str, str]:
     return {name: code for group in groups.values() for name, code in group.items()}
 
 
-def find_package(folder: Path) -> Path:
-    """The package archive in `folder`, fetched there with `npm pack` when it is missing.
-
-    Raises:
-        UserInputError: If the archive is missing and npm is not installed or fails. The message has the command.
-    """
-    archive = folder / PACKAGE_FILE
-    if archive.is_file():
-        return archive
-    npm = shutil.which("npm")
-    if npm is None:
-        raise UserInputError(f"{archive} is missing and npm is not installed; run `{PACK_COMMAND}` in {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        done = subprocess.run(
-            [npm, "pack", "--ignore-scripts", PACKAGE],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=_PACK_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise UserInputError(f"`{PACK_COMMAND}` in {folder} took longer than {_PACK_TIMEOUT_S} s") from None
-    if done.returncode != 0 or not archive.is_file():
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserInputError(f"`{PACK_COMMAND}` in {folder} failed with exit code {done.returncode}: {last}")
-    return archive
-
-
 def build_sprites(
     archive: Path,
     out: Path,
     *,
     subjects: dict[str, str] | None = None,
-    sha256: str | None = PACKAGE_SHA256,
+    sha256: str | None = FLUENT_3D.sha256,
     sprite_px: int = SPRITE_PX,
     progress: Callable[[int, int], None] | None = None,
 ) -> Sprites:
@@ -141,7 +102,7 @@ def build_sprites(
         raise UserInputError(f"sprite_px must be at least 16, got {sprite_px}")
     subjects = load_subjects() if subjects is None else subjects
     if sha256 is not None:
-        _compare_checksum(archive, sha256)
+        check_archive(archive, sha256, FLUENT_3D.command)
     pictures = _read_pictures(archive, set(subjects.values()))
     missing = [f"{name} ({code})" for name, code in subjects.items() if code not in pictures]
     if missing:
@@ -173,38 +134,14 @@ def _to_float(stack: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(stack).float().div_(255)
 
 
-def _compare_checksum(archive: Path, expected: str) -> None:
-    if not archive.is_file():
-        raise UserInputError(f"package archive {archive} is missing; run `{PACK_COMMAND}` in {archive.parent}")
-    with archive.open("rb") as file:
-        got = hashlib.file_digest(file, "sha256").hexdigest()
-    if got != expected:
-        raise UserInputError(f"{archive} must have sha256 {expected}, got {got}; delete it and fetch it again")
-
-
 def _read_pictures(archive: Path, codes: set[str]) -> dict[str, bytes]:
-    """The encoded pictures of `codes` that the archive holds, read in memory. No member is ever written to disk."""
-    pictures = {}
-    try:
-        with tarfile.open(archive, "r:gz") as tar:
-            for member in tar:
-                path = PurePosixPath(member.name)
-                if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
-                    raise UserInputError(f"{archive} must hold plain files inside it, got {member.name!r}")
-                if path.parent != _ASSETS or path.suffix != ".webp" or path.stem not in codes:
-                    continue
-                if member.size > _MAX_PICTURE_BYTES:
-                    raise UserInputError(
-                        f"{member.name} must have at most {_MAX_PICTURE_BYTES} bytes, got {member.size}"
-                    )
-                file = tar.extractfile(member)
-                assert file is not None  # a plain file, as checked above
-                pictures[path.stem] = file.read()
-    except FileNotFoundError:
-        raise UserInputError(f"package archive {archive} is missing; run `{PACK_COMMAND}`") from None
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise UserInputError(f"{archive} must be a .tgz archive: {error}") from error
-    return pictures
+    """The encoded pictures of `codes` that the archive holds."""
+    found = read_members(
+        archive,
+        lambda path: path.parent == _ASSETS and path.suffix == ".webp" and path.stem in codes,
+        _MAX_PICTURE_BYTES,
+    )
+    return {path.stem: content for path, content in found.items()}
 
 
 def _cut_out(encoded: bytes, name: str, sprite_px: int) -> np.ndarray:

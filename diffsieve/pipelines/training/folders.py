@@ -1,0 +1,46 @@
+"""Folders that appear complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from ...errors import DiffsieveError
+
+
+def replace_folder(out: Path, write: Callable[[Path], object], *, max_bytes: int | None = None) -> int:
+    """Call `write(temporary_folder)` and move the result to `out`, in place of what was there.
+
+    Args:
+        out: the folder.
+        write: fills a folder that it may have to create.
+        max_bytes: largest size of the result.
+
+    Returns:
+        Bytes of the folder.
+
+    Raises:
+        DiffsieveError: the folder would be larger than `max_bytes`; nothing is replaced then.
+    """
+    partial = out.with_name(f".{out.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        write(partial)
+        for path in [partial, *partial.rglob("*")]:
+            # safetensors makes files that only their owner may read
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+        if max_bytes is not None and size > max_bytes:
+            raise DiffsieveError(f"the model folder must have at most {max_bytes} bytes, got {size}")
+        old = out.with_name(f".{out.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if out.exists():
+            os.replace(out, old)
+        os.replace(partial, out)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return size
