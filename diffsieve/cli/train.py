@@ -1,4 +1,4 @@
-"""`diffsieve train`: train the models that ship with the package."""
+"""`diffsieve train`: train the models that ship with the package, and pixel DiTs on pictures of one's own."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,14 +7,16 @@ import typer
 
 from .options import ConfigFile, DebugFlag, JsonFlag, emit
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train the models that ship with the package.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Train the models that ship with the package, or a pixel DiT."
+)
 
 EXIT_PAUSED = 3
 
 
 @app.callback()
 def _group() -> None:
-    """Train the models that ship with the package."""  # a callback keeps `mini-wan` a subcommand
+    """Train the models that ship with the package, or a pixel DiT."""
 
 
 @app.command("mini-wan")
@@ -75,6 +77,82 @@ def mini_wan(
         emit(summary, as_json=json, text=_text(summary))
     if not summary["finished"]:
         raise typer.Exit(EXIT_PAUSED)
+
+
+@app.command("pixel-dit")
+def pixel_dit(
+    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    data: Annotated[Path, typer.Option(help="Folder or archive of pictures; its subfolders are the classes.")] = Path(
+        ".data/emoji"
+    ),
+    max_seconds: Annotated[
+        float | None, typer.Option(help="Length of this call; the schedule is fitted to it, export included.")
+    ] = None,
+    pause: Annotated[
+        bool, typer.Option("--pause", help="Stop after --max-seconds with an unchanged schedule; --resume goes on.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
+    start_from: Annotated[
+        Path | None,
+        typer.Option(help="Weights to begin with, of any picture size: an exported model, a run, or its stage."),
+    ] = None,
+    copy_to: Annotated[
+        Path | None, typer.Option(help="Folder that gets weights and results after every save, without the state.")
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Folder for a TensorBoard log; needs the package tensorboard.")
+    ] = None,
+    settings: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML or JSON file of training settings.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PART.NAME=VALUE", help="Change one training setting.")
+    ] = None,
+    json: JsonFlag = False,
+    config: ConfigFile = None,
+    debug: DebugFlag = False,
+) -> None:
+    """Train a pixel DiT on pictures. Exit code 3: the leg paused, go on with --resume."""
+    from ..pipelines.training.pixel_dit.config import PixelTrainConfig
+    from ..pipelines.training.pixel_dit.run import train_pixel_dit
+    from ..pipelines.training.tensorboard import TensorBoardLog
+    from .train_progress import TrainProgress
+
+    given = PixelTrainConfig.load(settings, overrides or ()) if settings is not None or overrides else None
+    with TrainProgress() as progress, TensorBoardLog(tensorboard) as log:
+
+        def report(entry: Any) -> None:
+            progress.report(entry)
+            log.report(entry)
+
+        summary = train_pixel_dit(
+            out,
+            data,
+            given,
+            max_seconds=max_seconds,
+            pause=pause,
+            resume=resume,
+            start_from=start_from,
+            copy_to=copy_to,
+            report=report,
+            announce=progress.announce,
+        )
+    if summary.pop("main_process"):
+        emit(summary, as_json=json, text=_pixel_text(summary))
+    if not summary["finished"]:
+        raise typer.Exit(EXIT_PAUSED)
+
+
+def _pixel_text(summary: dict[str, Any]) -> str:
+    end = "finished" if summary["finished"] else "paused; go on with --resume"
+    lines = [f"{summary['step']} steps, {summary['seconds']:.0f} s, {end}; {summary['pictures']} pictures"]
+    if summary["skipped"]:
+        lines.append(f"{len(summary['skipped'])} unreadable pictures were skipped:")
+        lines += [f"  {name}: {reason}" for name, reason in summary["skipped"]]
+    if "model" in summary:
+        size = f"{summary['bytes'] / 1e6:.1f} MB, {summary['parameters'] / 1e6:.1f} M parameters"
+        lines.append(f"{summary['model']}: {size}; {summary['out']}/sheet.png")
+    return "\n".join(lines)
 
 
 def _text(summary: dict[str, Any]) -> str:

@@ -1,1 +1,1 @@
-"""Training: loop, checkpoints, optimiser and settings, the parts of mini-wan, and `pixel_dit` in a folder of its own."""
+"""Training: loop, checkpoints, optimiser, settings; the parts of mini-wan; `pixel_dit` in a folder of its own."""
