@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,19 +20,26 @@ SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024}
 
 _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8",
 }  # fmt: skip
-_OPTIONS = ("num_warps", "num_stages")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compilers said of one kernel: shared memory, registers and spills in bytes, and its PTX."""
+    """What the compilers said of one kernel: shared memory, registers and spills in bytes, and its PTX.
+
+    `unwritten` holds the instructions that read a uniform register before any instruction writes it. There should be
+    none: addresses of operands of tensor cores stand in these registers, and the assembler of CUDA 12.8 has been seen
+    to lose such a write.
+    """
 
     name: str
     shared: int
     registers: int
     spills: int
     ptx: str
+    unwritten: list[str]
 
 
 class _Recorder:
@@ -75,6 +83,8 @@ def compile_launch(kernel: Any, args: tuple, kwargs: dict, arch: int) -> Compile
         if isinstance(value, torch.Tensor):
             attributes[path] = [["tt.divisibility", 16]]
             return f"*{_TYPES[value.dtype]}"
+        if hasattr(value, "block_shape"):
+            return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
         if isinstance(value, float):
             return "fp32"
         if value == 1 and name not in general:
@@ -89,18 +99,54 @@ def compile_launch(kernel: Any, args: tuple, kwargs: dict, arch: int) -> Compile
     options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spills = _resources(compiled.asm["ptx"])
-    return Compiled(kernel.__name__, compiled.metadata.shared, registers, spills, compiled.asm["ptx"])
+    unwritten = reads_before_writes(_disassemble(compiled.asm["cubin"]))
+    return Compiled(kernel.__name__, compiled.metadata.shared, registers, spills, compiled.asm["ptx"], unwritten)
+
+
+def _tool(name: str) -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends/nvidia/bin" / name)
+
+
+def _disassemble(binary: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        return subprocess.run([_tool("nvdisasm"), "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def reads_before_writes(code: str) -> list[str]:
+    """Instructions of a kernel in machine code that read a uniform register which none before them has written.
+
+    Instructions are taken in the order of their addresses, which finds every register that is never written before the
+    loops. Descriptors in brackets, which span several registers of which not all count, are left out.
+    """
+    written: set[int] = set()
+    found = []
+    for line in code.splitlines():
+        match = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;", line)
+        if match is None:
+            continue
+        name, operands = match[1], [operand.strip() for operand in match[2].split(",")]
+        target = re.fullmatch(r"UR(\d+)", operands[0])
+        if target is not None:
+            operands = operands[1:]
+        reads = re.findall(r"(?<!desc\[)\bUR(\d+)", " ".join(operands))
+        if any(int(register) not in written for register in reads):
+            found.append(" ".join([name, match[2]]))
+            written.update(map(int, reads))
+        if target is not None:
+            written.update({int(target[1]), int(target[1]) + (".64" in name or ".WIDE" in name)})
+    return found
 
 
 def _resources(ptx: str) -> tuple[int, int]:
     """Registers per thread, and bytes of spill stores and loads, from the assembler's report."""
-    import triton
-
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None
     run = subprocess.run(
-        [str(ptxas), "-v", f"-arch={target[1]}", "-o", "/dev/null", "-"],
+        [_tool("ptxas"), "-v", f"-arch={target[1]}", "-o", "/dev/null", "-"],
         input=ptx, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if run.returncode != 0:

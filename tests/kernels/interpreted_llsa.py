@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.llsa import llsa_attention, pyramid
+from diffsieve.kernels.llsa import hierarchical_topk, llsa_attention, pyramid
 from diffsieve.kernels.llsa.levels import kept_per_level, level_lengths
 from diffsieve.kernels.llsa.reference import hierarchical_topk_reference
 from diffsieve.kernels.llsa.triton_backend import (
@@ -151,6 +151,60 @@ def long_lists() -> dict[str, float]:
     return {name: testing.error_ratio(a, b) for name, a, b in pairs}
 
 
+def nested_lists() -> dict[str, bool]:
+    """Lists of the selection, transposed by search and by sort: the same queries under each key, in the same order."""
+    from diffsieve.kernels.llsa import triton_backend
+    from diffsieve.kernels.llsa.triton_backend import _transposed
+
+    generator = torch.Generator().manual_seed(testing.SEED)
+    same = {}
+    for length, block, topk, levels, kv_heads in [(7, 8, 3, 1, 1), (530, 8, 3, 3, 2), (1100, 16, 7, 2, 1)]:
+        q, k = (torch.randn(2, heads, length, 16, generator=generator) for heads in (2, kv_heads))
+        q[0, 0] = q[0, 0, :1]  # one head where all choose alike, so that lists are long
+        pyramids = [pyramid_triton(x, block, levels) for x in (q, k)]
+        kept = kept_per_level(topk, level_lengths(length, block, levels), block)
+        lists = hierarchical_topk_triton(*pyramids, kept, block)
+        triton_backend._LIST_ROWS = 24 * block
+        with testing.poisoned_memory():
+            ours, sorted_ = (_transposed(lists, kv_heads, block, nested) for nested in (True, False))
+        for level, (a, b) in enumerate(zip(ours, sorted_, strict=True)):
+            good = torch.equal(a.counts, b.counts)
+            for head in range(2 * kv_heads):
+                one, other = ([x.flatten(0, 1)[head] for x in (y.begins, y.counts, y.queries)] for y in (a, b))
+                for begin, count, start in zip(one[0].tolist(), one[1].tolist(), other[0].tolist(), strict=True):
+                    good &= torch.equal(one[2][begin : begin + count], other[2][start : start + count])
+                # Every part of a long list has a slot of its own that names the key.
+                used = int(a.used.flatten(0, 1)[head, 1])
+                owners = a.slot_blocks.flatten(0, 1)[head, :used]
+                parts = torch.where(one[1] > a.cap, (one[1] + a.cap - 1) // a.cap, 0)
+                good &= torch.equal(owners.bincount(minlength=parts.numel()), parts)
+                firsts = a.slot_firsts.flatten(0, 1)[head]
+                for key in parts.nonzero().flatten().tolist():
+                    good &= bool((owners[firsts[key] : firsts[key] + parts[key]] == key).all())
+            same[f"{length}-b{block}-k{topk}-M{levels} level {level}"] = bool(good)
+    return same
+
+
+def nested_gradients() -> dict[str, bool]:
+    """Gradients with the lists of the call itself are those with the same lists given, bit for bit."""
+    generator = torch.Generator().manual_seed(testing.SEED)
+    same = {}
+    for options in (
+        {"levels": 2, "topk": 3},
+        {"levels": 1, "topk": 5, "disjoint": True},
+        {"levels": 2, "enrich": False},
+    ):
+        form = {"block_size": 8, "backend": "triton"} | options
+        leaves = [torch.randn(1, h, 203, 16, generator=generator).requires_grad_() for h in (2, 1, 1)]
+        grad = torch.randn(1, 2, 203, 16, generator=generator)
+        chosen = hierarchical_topk(*leaves[:2], block_size=8, topk=form.get("topk", 8), levels=form["levels"])
+        with testing.poisoned_memory():
+            outs = [llsa_attention(*leaves, **form, indices=lists) for lists in (None, chosen)]
+            grads = [torch.autograd.grad(out, leaves, grad) for out in outs]
+        same[str(options)] = torch.equal(*outs) and all(map(torch.equal, *grads))
+    return same
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -161,4 +215,5 @@ if __name__ == "__main__":
     json.dump({
         "cases": report, "pyramid": pyramid_errors(), "selection": selection_is_exact(), "nan": not_a_number(),
         "out_of_range": out_of_range(), "limits": limits(), "long_lists": long_lists(),
+        "nested_lists": nested_lists(), "nested_gradients": nested_gradients(),
     }, sys.stdout)  # fmt: skip

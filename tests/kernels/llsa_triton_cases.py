@@ -1,11 +1,14 @@
 """Problems of LLSA that are small enough for the Triton interpreter, and what the tests measure on each."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from diffsieve.kernels import testing
+from diffsieve.kernels.llsa import llsa_attention
 from tests.kernels import llsa_cases
+from tests.kernels.compiling import launches_of
 from tests.kernels.llsa_cases import LLSACase
 
 BASE = LLSACase(heads=1, kv_heads=1, length=100, dim=16, block_size=8)
@@ -38,8 +41,10 @@ CASES = [
 ]
 
 
-def measure(case: LLSACase, dtype: torch.dtype, device: str = "cpu") -> dict[str, dict[str, float]]:
+def measure(case: LLSACase, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
     """Errors of output, log-sum-exp and gradients on the keys that the kernels chose, and the bound of each.
+
+    On a GPU also whether a call that chooses the same keys itself gives the same gradients, bit for bit ("nested").
 
     The bound is twice the error of PyTorch's attention over the same tokens in the same dtype, plus rounding.
     """
@@ -59,4 +64,33 @@ def measure(case: LLSACase, dtype: torch.dtype, device: str = "cpu") -> dict[str
     longest = [x.detach().double().norm(dim=-1).max().item() for x in inputs[:2]]
     pooled = longest[0] * longest[1] * case.dim**-0.5 * torch.finfo(dtype).eps / 2
     bounds["lse"] = testing.lse_bound(single["lse"], exact["lse"]) + (pooled if dtype != torch.float32 else 0.0)
-    return {"errors": errors, "bounds": bounds}
+    if device == "cpu":
+        return {"errors": errors, "bounds": bounds}
+    with testing.poisoned_memory():
+        out = llsa_attention(*inputs, **case.form, topk=case.topk, levels=case.levels, backend="triton")
+        grads = torch.autograd.grad(out, inputs, grad_out)
+    same = all(torch.equal(grad, ours[name]) for name, grad in zip(("dq", "dk", "dv"), grads, strict=True))
+    return {"errors": errors, "bounds": bounds, "nested": same}
+
+
+def launches(dtype: torch.dtype, dim: int, block_size: int, levels: int, disjoint: bool) -> list:
+    """All launches of a forward and backward, arguments and all, without running a kernel."""
+    from diffsieve.kernels.llsa import triton_backend
+    from diffsieve.kernels.llsa.levels import level_lengths
+
+    length = 2 * block_size**levels
+    q, k, v = (torch.zeros(1, 2, length, dim, dtype=dtype) for _ in range(3))
+
+    def run() -> None:
+        pyramids = triton_backend.pyramids_triton((q, k, v), block_size, levels)
+        triton_backend.hierarchical_topk_triton(*pyramids[:2], 8, block_size)
+        lists = [
+            torch.zeros(1, 2, n, 8, dtype=torch.int32) for n in level_lengths(length, block_size, levels)[1:]
+        ]  # fmt: skip
+        options = {"block_size": block_size, "scale": 0.1, "enrich": True, "disjoint": disjoint}
+        out, lse = triton_backend.enriched_attention_fwd_triton(q, *pyramids[1:], lists, **options)
+        triton_backend.enriched_attention_bwd_triton(
+            out, None, q, *pyramids[1:], out, lse, lists, nested=True, merge=True, **options
+        )  # fmt: skip
+
+    return launches_of(triton_backend, run)

@@ -162,8 +162,10 @@ def test_triton_by_name_runs_or_raises(changes, options, message):
 def test_opcheck(backend, form):
     query, key, value = inputs(heads=4, dim=4)
     chosen = hierarchical_topk(query, key, **OPTIONS)
-    torch.library.opcheck(torch.ops.diffsieve.llsa_attention, (query, key, value, chosen, 4, 0.5, *form, backend))
-    torch.library.opcheck(torch.ops.diffsieve.llsa_select, (query.detach(), key.detach(), 4, [3, 9], backend))
+    arguments = (query, key, value, chosen, [], 4, 0.5, *form, False, backend)
+    torch.library.opcheck(torch.ops.diffsieve.llsa_attention, arguments)
+    selected = (query.detach(), key.detach(), value.detach(), 4, [3, 9], backend)
+    torch.library.opcheck(torch.ops.diffsieve.llsa_select, selected)
 
 
 @pytest.mark.parametrize("options", [{}, {"disjoint": True}, {"enrich": False}, {"levels": 1, "topk": 99}], ids=str)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from diffsieve.kernels.llsa.tiles import backward_key_tile, backward_query_tile, forward_tile
-from tests.kernels.compiling import SHARED_MEMORY, compile_launch, launches_of
-from tests.kernels.llsa_triton_cases import CASES, measure
+from tests.kernels.compiling import SHARED_MEMORY, compile_launch
+from tests.kernels.llsa_triton_cases import CASES, launches, measure
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
@@ -32,8 +32,9 @@ def interpreted() -> dict:
     return json.loads(run.stdout)
 
 
-def _assert_within(result: dict[str, dict[str, float]]) -> None:
+def _assert_within(result: dict) -> None:
     errors, bounds = result["errors"], result["bounds"]
+    assert result.get("nested", True)
     assert {name: errors[name] for name in bounds if not errors[name] <= bounds[name]} == {}
 
 
@@ -77,48 +78,40 @@ def test_interpreted_lists_cut_into_parts_add_up(interpreted):
     assert max(interpreted["long_lists"].values()) < 2e-6, interpreted["long_lists"]
 
 
-def _launches(dtype: torch.dtype, dim: int, block_size: int, levels: int):
-    """All launches of a forward and backward, arguments and all, without running a kernel."""
-    from diffsieve.kernels.llsa import triton_backend
-    from diffsieve.kernels.llsa.levels import level_lengths
-
-    length = 2 * block_size**levels
-    q, k, v = (torch.zeros(1, 2, length, dim, dtype=dtype) for _ in range(3))
-
-    def run() -> None:
-        pyramids = [triton_backend.pyramid_triton(x, block_size, levels) for x in (q, k, v)]
-        triton_backend.hierarchical_topk_triton(*pyramids[:2], 8, block_size)
-        lists = [
-            torch.zeros(1, 2, n, 8, dtype=torch.int32) for n in level_lengths(length, block_size, levels)[1:]
-        ]  # fmt: skip
-        options = {"block_size": block_size, "scale": 0.1, "enrich": True, "disjoint": False}
-        out, lse = triton_backend.enriched_attention_fwd_triton(q, *pyramids[1:], lists, **options)
-        triton_backend.enriched_attention_bwd_triton(
-            out, None, q, *pyramids[1:], out, lse, lists, merge=True, **options
-        )  # fmt: skip
-
-    return launches_of(triton_backend, run)
+@pytest.mark.slow
+def test_interpreted_nested_lists_are_transposed_as_by_a_sort(interpreted):
+    assert all(interpreted["nested_lists"].values()), interpreted["nested_lists"]
+    assert all(interpreted["nested_gradients"].values()), interpreted["nested_gradients"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "dtype", "dim", "block_size", "levels"),
-    [(90, torch.bfloat16, 64, 16, 2), (80, torch.float16, 64, 16, 1), (90, torch.bfloat16, 128, 64, 1)],
-    ids=["sm90-D64-b16-M2", "sm80-D64-b16-M1", "sm90-D128-b64-M1"],
+    ("arch", "dtype", "dim", "block_size", "levels", "disjoint"),
+    [
+        (90, torch.bfloat16, 64, 16, 2, False),
+        (90, torch.bfloat16, 64, 16, 2, True),
+        (80, torch.float16, 64, 16, 1, False),
+        (90, torch.bfloat16, 128, 16, 2, True),
+        (90, torch.bfloat16, 128, 64, 1, True),
+    ],
+    ids=["sm90-D64-b16-M2", "sm90-D64-b16-M2-disjoint", "sm80-D64-b16-M1", "sm90-D128-b16-M2", "sm90-D128-b64-M1"],
 )
-def test_compiles_without_a_gpu(arch, dtype, dim, block_size, levels):
+def test_compiles_without_a_gpu(arch, dtype, dim, block_size, levels, disjoint):
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("TRITON_INTERPRET=1 replaces the compiler")
     names = set()
-    for kernel, args, kwargs in _launches(dtype, dim, block_size, levels):
+    for kernel, args, kwargs in launches(dtype, dim, block_size, levels, disjoint):
         compiled = compile_launch(kernel, args, kwargs, arch)
         names.add(compiled.name)
         assert compiled.shared <= SHARED_MEMORY[arch], compiled.name
-        # The scalars of a program may spill; a spilled tile would be kilobytes.
-        assert compiled.spills <= 256, f"{compiled.name}: {compiled.spills} bytes of spills"
-        if arch == 90 and compiled.name.startswith("enriched") and "reduce" not in compiled.name:
+        assert compiled.unwritten == [], compiled.name
+        # The scalars of a program may spill, the more so with a limit on registers; a spilled tile would be kilobytes.
+        assert compiled.spills <= 512, f"{compiled.name}: {compiled.spills} bytes of spills"
+        # The lists of a key are too narrow a tile for the products of a whole warpgroup.
+        wide = compiled.name in ("enriched_fwd_kernel", "enriched_bwd_dq_kernel") or kwargs.get("DENSE", False)
+        if arch == 90 and wide:
             assert "wgmma.mma_async" in compiled.ptx, compiled.name
-    assert len(names) == 6 if levels > 1 else len(names) >= 5
+    assert len(names) == 7
 
 
 @pytest.mark.parametrize("element_size", [2, 4])
@@ -139,7 +132,13 @@ def test_every_tile_fits_its_block(block_size, element_size):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "case",
-    [*CASES, *(replace(CASES[0], length=n, dim=64, block_size=16, topk=8, levels=2) for n in (1000, 4111))],
+    [
+        *CASES,
+        *(
+            replace(CASES[0], length=n, dim=64, block_size=16, topk=8, levels=2, disjoint=disjoint)
+            for n, disjoint in ((1000, False), (4111, False), (2000, True))
+        ),
+    ],
     ids=str,
 )
 def test_errors_on_a_gpu(case, dtype):

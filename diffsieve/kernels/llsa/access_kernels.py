@@ -9,21 +9,31 @@ import triton.language as tl
 
 
 @triton.jit
-def log2_weight(o_n, length, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Base-2 logarithm of the raw tokens under tokens `o_n` of a level, true counts at the ragged end: like `o_n`."""
-    count = tl.minimum(length - o_n * SPAN, SPAN)
-    return tl.log2(tl.maximum(count, 1).to(tl.float32))
+def log2_weights(length, n_l, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Base-2 logarithms of the raw tokens under a token of a level, and under its last one: [1], [1].
+
+    Computed once for a level: a logarithm per logit would cost more than the softmax.
+    """
+    b_whole = tl.log2(tl.full([1], SPAN, dtype=tl.float32))
+    b_count = tl.full([1], 0, dtype=tl.int32) + (length - (n_l - 1) * SPAN)
+    return b_whole, tl.log2(b_count.to(tl.float32))
+
+
+@triton.jit
+def bias_of(o_n, m_n, n_l, b_whole, b_last):  # type: ignore[no-untyped-def]
+    """What is added to the base-2 logits of tokens `o_n` of a level, minus infinity where masked: like `o_n`."""
+    return tl.where(m_n, tl.where(o_n == n_l - 1, b_last, b_whole), float("-inf"))
 
 
 @triton.jit
 def children(list_start, o_n, width, n_tokens, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Tokens number `o_n` among the children of a list of blocks, and whether they exist: [N], [N]."""
-    o_c = o_n // BLOCK
+    # Unsigned numbers: divisions become shifts, and one comparison finds negative entries as well.
+    o_u = o_n.to(tl.uint32)
+    o_c = o_u // BLOCK
     b_block = tl.load(list_start + o_c, mask=o_c < width, other=-1)
-    b_token = b_block * BLOCK + o_n % BLOCK
-    # The comparison before the multiplication keeps entries out of range from overflowing into range.
-    m_n = (b_block >= 0) & (b_block < tl.cdiv(n_tokens, BLOCK)) & (b_token < n_tokens)
-    return tl.where(m_n, b_token, 0), m_n
+    b_token = b_block * BLOCK + (o_u % BLOCK).to(tl.int32)
+    return b_token, (b_block.to(tl.uint32) < tl.cdiv(n_tokens, BLOCK)) & (b_token < n_tokens)
 
 
 @triton.jit
@@ -31,12 +41,12 @@ def children_of_groups(  # type: ignore[no-untyped-def]
     lists, o_group, n_groups, o_n, width, n_tokens, BLOCK: tl.constexpr
 ):  # fmt: skip
     """`children` for the lists of several query groups at once: [UNITS, N], [UNITS, N]."""
-    o_c = o_n // BLOCK
+    o_u = o_n.to(tl.uint32)
+    o_c = o_u // BLOCK
     m_list = (o_group < n_groups)[:, None] & (o_c < width)[None, :]
     b_block = tl.load(lists + o_group[:, None] * width + o_c[None, :], mask=m_list, other=-1)
-    b_token = b_block * BLOCK + (o_n % BLOCK)[None, :]
-    m_n = (b_block >= 0) & (b_block < tl.cdiv(n_tokens, BLOCK)) & (b_token < n_tokens)
-    return tl.where(m_n, b_token, 0), m_n
+    b_token = b_block * BLOCK + (o_u % BLOCK).to(tl.int32)[None, :]
+    return b_token, (b_block.to(tl.uint32) < tl.cdiv(n_tokens, BLOCK)) & (b_token < n_tokens)
 
 
 @triton.jit

@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 
 from .access_kernels import (
+    bias_of,
     children,
     children_of_groups,
     gather_rows,
     gather_rows_of_groups,
-    log2_weight,
+    log2_weights,
     represented_below,
     store_rows,
 )
@@ -46,8 +47,8 @@ def enriched_bwd_dq_kernel(  # type: ignore[no-untyped-def]
     heads, heads_per_kv, length,
     BLOCK: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
     COARSE_N: tl.constexpr, FINE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    ENRICH: tl.constexpr, DISJOINT: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    ENRICH: tl.constexpr, DISJOINT: tl.constexpr, SAME_STRIDES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """As the forward kernel; `grad_query` has the strides of `query`. Also writes delta for the key-major kernel."""
     row = tl.program_id(0) * ROWS
@@ -83,6 +84,7 @@ def enriched_bwd_dq_kernel(  # type: ignore[no-untyped-def]
             k_base = coarse_keys[level - 1] + batch_kv * n_l * HEAD_DIM
             v_base = coarse_values[level - 1] + batch_kv * n_l * HEAD_DIM
             own_index = indices[level - 1] + batch_head * n_l * widths[level - 1]
+            b_whole, b_last = log2_weights(length, n_l, BLOCK**level)
             if level == LEVELS:
                 count = n_l
             else:
@@ -100,13 +102,15 @@ def enriched_bwd_dq_kernel(  # type: ignore[no-untyped-def]
                     b_token, m_n = children(list_start, o_n, width, n_l, BLOCK)
                 b_k = gather_rows(k_base, b_token, m_n, HEAD_DIM, 1, HEAD_DIM, BLOCK_D)
                 b_v = gather_rows(v_base, b_token, m_n, HEAD_DIM, 1, HEAD_DIM, BLOCK_D)
-                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
-                b_s += tl.where(m_n, log2_weight(b_token, length, BLOCK**level), float("-inf"))[None, :]
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+                b_s = b_s * scale_log2 + bias_of(b_token, m_n, n_l, b_whole, b_last)[None, :]
                 if DISJOINT:
                     drop = represented_below(own_index, widths[level - 1], o_m, m_m, b_token, BLOCK**level)
                     b_s = tl.where(drop, float("-inf"), b_s)
                 b_dq = _dq_step(b_s, b_k, b_v, b_do, b_lse, b_delta, b_dq, PRECISION)
 
+    if SAME_STRIDES:  # of keys and values: their addresses then differ by a constant
+        stride_vb, stride_vh, stride_vl, stride_vd = stride_kb, stride_kh, stride_kl, stride_kd
     k_base = key + batch * stride_kb + kv_head * stride_kh
     v_base = value + batch * stride_vb + kv_head * stride_vh
     n_groups = tl.cdiv(length, BLOCK)
@@ -119,8 +123,8 @@ def enriched_bwd_dq_kernel(  # type: ignore[no-untyped-def]
             b_token, m_n = children(list_start, o_n, width, length, BLOCK)
             b_k = gather_rows(k_base, b_token, m_n, stride_kl, stride_kd, HEAD_DIM, BLOCK_D)
             b_v = gather_rows(v_base, b_token, m_n, stride_vl, stride_vd, HEAD_DIM, BLOCK_D)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
-            b_s += tl.where(m_n, 0.0, float("-inf"))[None, :]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            b_s = b_s * scale_log2 + tl.where(m_n, 0.0, float("-inf"))[None, :]
             b_dq = _dq_step(b_s, b_k, b_v, b_do, b_lse, b_delta, b_dq, PRECISION)
     else:
         UNITS: tl.constexpr = ROWS // UNIT
@@ -139,8 +143,8 @@ def enriched_bwd_dq_kernel(  # type: ignore[no-untyped-def]
                 b_token, m_n = children_of_groups(lists, o_group, n_groups, o_n, width, length, BLOCK)
                 b_k = gather_rows_of_groups(k_base, b_token, m_n, stride_kl, stride_kd, HEAD_DIM, BLOCK_D)
                 b_v = gather_rows_of_groups(v_base, b_token, m_n, stride_vl, stride_vd, HEAD_DIM, BLOCK_D)
-                b_s = tl.dot(b_q3, tl.permute(b_k, (0, 2, 1)), input_precision=PRECISION) * scale_log2
-                b_s += tl.where(m_n, 0.0, float("-inf"))[:, None, :]
+                b_s = tl.dot(b_q3, tl.permute(b_k, (0, 2, 1)), input_precision=PRECISION)
+                b_s = b_s * scale_log2 + tl.where(m_n, 0.0, float("-inf"))[:, None, :]
                 if GROUPS > 1:
                     b_s = tl.where((o_r // BLOCK == group)[None, :, None], b_s, float("-inf"))
                 b_dq3 = _dq_step(b_s, b_k, b_v, b_do3, b_lse3, b_delta3, b_dq3, PRECISION)
@@ -150,37 +154,44 @@ def enriched_bwd_dq_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _add_parent(  # type: ignore[no-untyped-def]
-    b_x, parent, parent_row, b_token, block, length,
+    b_x, parent, parent_row, part_rows, splits, b_token, block, length,
     SPAN: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add what the mean above hands down to its children: their share of its raw tokens times its gradient."""
+    """Add what the mean above hands down to its children: their share of its raw tokens times its gradient.
+
+    That gradient comes in `splits` parts of `part_rows` rows each.
+    """
     o_d = tl.arange(0, BLOCK_D)
-    b_parent = tl.load(parent + parent_row * HEAD_DIM + o_d, mask=o_d < HEAD_DIM, other=0.0)
+    b_parent = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for split in range(splits):
+        row = parent_row + split * part_rows
+        b_parent += tl.load(parent + row * HEAD_DIM + o_d, mask=o_d < HEAD_DIM, other=0.0)
     count = tl.minimum(length - block * (SPAN * BLOCK), SPAN * BLOCK).to(tl.float32)
     b_count = tl.maximum(tl.minimum(length - b_token * SPAN, SPAN), 0).to(tl.float32)
     return b_x + (b_count / count)[:, None] * b_parent[None, :]
 
 
-@triton.jit(do_not_specialize=["heads", "heads_per_kv", "length", "n_slots", "cap"])
+@triton.jit(do_not_specialize=["heads", "heads_per_kv", "length", "room", "n_slots", "cap", "splits"])
 def enriched_bwd_dkdv_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, grad_out, lse, delta, grad_key, grad_value, part_key, part_value,
-    parent_key, parent_value, offsets, queries, slot_end, slot_block, list_width, own_index, own_width,
-    scale, scale_log2,
+    query, key, value, grad_out, lse, delta, grad_key, grad_value, part_key, part_value, parent_key, parent_value,
+    begins, counts, queries, slot_firsts, slot_blocks, used, own_index, own_width, scale, scale_log2,
     stride_qb, stride_qh, stride_ql, stride_qd,
     stride_kb, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vh, stride_vl, stride_vd,
     stride_gb, stride_gh, stride_gl, stride_gd,
-    heads, heads_per_kv, length, n_slots, cap,
+    heads, heads_per_kv, length, room, n_slots, cap, splits,
     BLOCK: tl.constexpr, SPAN: tl.constexpr, DENSE: tl.constexpr, MERGE: tl.constexpr, DISJOINT: tl.constexpr,
-    KEYS: tl.constexpr, KEY_STEP: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    GROUPED: tl.constexpr, SAME_STRIDES: tl.constexpr, KEYS: tl.constexpr, KEY_STEP: tl.constexpr, ROWS: tl.constexpr,
+    SWAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Keys and values of one level (SPAN raw tokens under each) against the queries that meet them.
 
     DENSE, the coarsest level: KEY_STEP tokens against `cap` queries of one query head; partial sums go to part number
     program_id(2). Otherwise the S tokens of one block against the entries of its list, each SPAN * S raw queries. A
     block with more than `cap` entries is cut into several programs, the first `n_slots` ones, which write partial sums
-    to the slots of that block; all others write the final gradient. SWAP has queries in the rows of the products.
+    to the slots of that block; all others write the final gradient. SWAP has queries in the rows of the products;
+    GROUPED says that several query heads share the keys.
     """
     batch_kv = tl.program_id(1).to(tl.int64)
     n_kv_heads = heads // heads_per_kv
@@ -191,29 +202,29 @@ def enriched_bwd_dkdv_kernel(  # type: ignore[no-untyped-def]
     item = tl.program_id(0)
     if DENSE:
         block = item
-        split = tl.program_id(2)
         splits_per_head = tl.cdiv(length, cap)
-        head_in_group = split // splits_per_head
-        first = (split % splits_per_head) * cap
+        head = kv_head * heads_per_kv + tl.program_id(2) // splits_per_head
+        first = (tl.program_id(2) % splits_per_head) * cap
         n_rows = tl.minimum(cap, length - first)
     else:
+        head = kv_head * heads_per_kv
         is_slot = item < n_slots
-        slot = tl.minimum(item, n_slots - 1)
-        block = tl.load(slot_block + batch_kv * n_slots + slot)
-        block = tl.where(is_slot, block, item - n_slots)
-        if block >= n_blocks:
-            return
-        end_slot = tl.load(slot_end + batch_kv * n_blocks + block)
-        first_slot = tl.load(slot_end + batch_kv * n_blocks + block - 1, mask=block > 0, other=0)
-        if (end_slot > first_slot) != is_slot:
-            return
-        begin = tl.load(offsets + batch_kv * (n_blocks + 1) + block)
-        end = tl.load(offsets + batch_kv * (n_blocks + 1) + block + 1)
         if is_slot:
-            begin += (slot - first_slot) * cap
-            end = tl.minimum(end, begin + cap)
-        list_start = queries + batch_kv * heads_per_kv * n_blocks * list_width + begin
-        n_rows = (end - begin) * (SPAN * BLOCK)
+            if item >= tl.load(used + batch_kv * 2 + 1):
+                return
+            block = tl.load(slot_blocks + batch_kv * n_slots + item)
+        else:
+            block = item - n_slots
+        count = tl.load(counts + batch_kv * n_blocks + block)
+        if (count > cap) != is_slot:
+            return
+        begin = tl.load(begins + batch_kv * n_blocks + block)
+        if is_slot:
+            skipped = (item - tl.load(slot_firsts + batch_kv * n_blocks + block)) * cap
+            begin += skipped
+            count = tl.minimum(count - skipped, cap)
+        list_start = queries + batch_kv * room + begin
+        n_rows = count * (SPAN * BLOCK)
 
     o_key = tl.arange(0, KEYS)
     o_n = block * KEY_STEP + o_key
@@ -222,7 +233,8 @@ def enriched_bwd_dkdv_kernel(  # type: ignore[no-untyped-def]
     v_offset = batch * stride_vb + kv_head * stride_vh
     b_k = gather_rows(key + k_offset, o_n, m_n, stride_kl, stride_kd, HEAD_DIM, BLOCK_D)  # [KEYS, D]
     b_v = gather_rows(value + v_offset, o_n, m_n, stride_vl, stride_vd, HEAD_DIM, BLOCK_D)
-    b_bias = tl.where(m_n, log2_weight(o_n, length, SPAN), float("-inf"))
+    b_whole, b_last = log2_weights(length, n_l, SPAN)
+    b_bias = bias_of(o_n, m_n, n_l, b_whole, b_last)
     if SWAP:
         b_dk = tl.zeros([BLOCK_D, KEYS], dtype=tl.float32)
         b_dv = tl.zeros([BLOCK_D, KEYS], dtype=tl.float32)
@@ -230,23 +242,37 @@ def enriched_bwd_dkdv_kernel(  # type: ignore[no-untyped-def]
         b_dk = tl.zeros([KEYS, BLOCK_D], dtype=tl.float32)
         b_dv = tl.zeros([KEYS, BLOCK_D], dtype=tl.float32)
 
+    o_d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+    if SAME_STRIDES:  # of queries and output gradients: their addresses then differ by a constant
+        stride_gb, stride_gh, stride_gl, stride_gd = stride_qb, stride_qh, stride_ql, stride_qd
     q_batch = query + batch * stride_qb
     g_batch = grad_out + batch * stride_gb
+    # Raw queries of an entry. Where a step stays inside one entry, its number is a scalar.
+    ENTRY: tl.constexpr = SPAN * BLOCK
     for start in tl.range(0, n_rows, ROWS, num_stages=NUM_STAGES):
         o_r = start + tl.arange(0, ROWS)
         m_m = o_r < n_rows
+        o_head = head
         if DENSE:
-            b_head = tl.full([ROWS], 0, dtype=tl.int32) + (kv_head * heads_per_kv + head_in_group).to(tl.int32)
             o_m = first + o_r
+        elif ENTRY >= ROWS:
+            entry = tl.load(list_start + start // ENTRY)
+            if GROUPED:
+                # An entry is head in the group times number of lists, plus the list: the heads share their keys.
+                o_head = head + entry // n_blocks
+                entry = entry % n_blocks
+            o_m = entry * ENTRY + start % ENTRY + tl.arange(0, ROWS)
         else:
-            # An entry is head in the group times number of lists, plus the list: heads of a group share their keys.
-            b_entry = tl.load(list_start + o_r // (SPAN * BLOCK), mask=m_m, other=0)
-            b_head = kv_head.to(tl.int32) * heads_per_kv + b_entry // n_blocks
-            o_m = (b_entry % n_blocks) * (SPAN * BLOCK) + o_r % (SPAN * BLOCK)
+            o_u = o_r.to(tl.uint32)
+            b_entry = tl.load(list_start + o_u // ENTRY, mask=m_m, other=0)
+            if GROUPED:
+                o_head = head + (b_entry // n_blocks)
+                b_entry = b_entry % n_blocks
+            o_m = b_entry * ENTRY + (o_u % ENTRY).to(tl.int32)
         m_m = m_m & (o_m < length)
-        o_head = b_head.to(tl.int64)
-        o_d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
-        mask = m_m[:, None] & (o_d < HEAD_DIM)
+        mask = m_m[:, None]
+        if HEAD_DIM != BLOCK_D:
+            mask = mask & (o_d < HEAD_DIM)
         o_row = o_m.to(tl.int64)
         q_rows = q_batch + (o_head * stride_qh + o_row * stride_ql)[:, None] + o_d * stride_qd
         g_rows = g_batch + (o_head * stride_gh + o_row * stride_gl)[:, None] + o_d * stride_gd
@@ -256,27 +282,30 @@ def enriched_bwd_dkdv_kernel(  # type: ignore[no-untyped-def]
         b_lse = tl.load(lse + statistic, mask=m_m, other=float("inf")) * _LOG2_E
         b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
         b_delta = tl.load(delta + statistic, mask=m_m, other=0.0)
+        # The logits are b_s * scale_log2 + b_shift.
         if SWAP:
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2 + b_bias[None, :]
-            b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-            b_p = tl.exp2(b_s - b_lse[:, None])  # [ROWS, KEYS]
+            b_shift = b_bias[None, :] - b_lse[:, None]  # [ROWS, KEYS]
         else:
-            b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale_log2 + b_bias[:, None]
-            b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-            b_p = tl.exp2(b_s - b_lse[None, :])  # [KEYS, ROWS]
+            b_shift = b_bias[:, None] - b_lse[None, :]  # [KEYS, ROWS]
         if DISJOINT:
             own = own_index + ((batch * heads + o_head) * n_l + o_m // SPAN) * own_width
             for k in range(own_width):
                 b_id = tl.load(own + k, mask=m_m, other=-1)
                 if SWAP:
-                    b_p = tl.where(b_id[:, None] == o_n[None, :], 0.0, b_p)
+                    b_shift = tl.where(b_id[:, None] == o_n[None, :], float("-inf"), b_shift)
                 else:
-                    b_p = tl.where(b_id[None, :] == o_n[:, None], 0.0, b_p)
+                    b_shift = tl.where(b_id[None, :] == o_n[:, None], float("-inf"), b_shift)
         if SWAP:
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+            b_p = tl.exp2(b_s * scale_log2 + b_shift)  # [ROWS, KEYS]
             b_ds = b_p * (b_dp - b_delta[:, None])
             b_dv = tl.dot(tl.trans(b_do), b_p.to(b_do.dtype), b_dv, input_precision=PRECISION)  # [D, KEYS]
             b_dk = tl.dot(tl.trans(b_q), b_ds.to(b_q.dtype), b_dk, input_precision=PRECISION)
         else:
+            b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+            b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+            b_p = tl.exp2(b_s * scale_log2 + b_shift)  # [KEYS, ROWS]
             b_ds = b_p * (b_dp - b_delta[None, :])
             b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [KEYS, D]
             b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
@@ -290,52 +319,57 @@ def enriched_bwd_dkdv_kernel(  # type: ignore[no-untyped-def]
         store_rows(part_key + part * HEAD_DIM, o_n, m_n, HEAD_DIM, 1, b_dk, HEAD_DIM, BLOCK_D)
         store_rows(part_value + part * HEAD_DIM, o_n, m_n, HEAD_DIM, 1, b_dv, HEAD_DIM, BLOCK_D)
     elif is_slot:
-        part = (batch_kv * n_slots + slot) * BLOCK
+        part = (batch_kv * n_slots + item) * BLOCK
         store_rows(part_key + part * HEAD_DIM, o_key, m_n, HEAD_DIM, 1, b_dk, HEAD_DIM, BLOCK_D)
         store_rows(part_value + part * HEAD_DIM, o_key, m_n, HEAD_DIM, 1, b_dv, HEAD_DIM, BLOCK_D)
     else:
         if MERGE:
-            parent_row = batch_kv * n_blocks + block
-            b_dk = _add_parent(b_dk, parent_key, parent_row, o_n, block, length, SPAN, BLOCK, HEAD_DIM, BLOCK_D)
-            b_dv = _add_parent(b_dv, parent_value, parent_row, o_n, block, length, SPAN, BLOCK, HEAD_DIM, BLOCK_D)
+            row = batch_kv * n_blocks + block
+            rows = tl.num_programs(1).to(tl.int64) * n_blocks
+            b_dk = _add_parent(
+                b_dk, parent_key, row, rows, splits, o_n, block, length, SPAN, BLOCK, HEAD_DIM, BLOCK_D
+            )  # fmt: skip
+            b_dv = _add_parent(
+                b_dv, parent_value, row, rows, splits, o_n, block, length, SPAN, BLOCK, HEAD_DIM, BLOCK_D
+            )  # fmt: skip
         store_rows(grad_key + k_offset, o_n, m_n, stride_kl, stride_kd, b_dk, HEAD_DIM, BLOCK_D)
         store_rows(grad_value + v_offset, o_n, m_n, stride_vl, stride_vd, b_dv, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "length", "n_slots"])
+@triton.jit(do_not_specialize=["kv_heads", "length", "n_slots", "cap", "splits"])
 def enriched_bwd_reduce_kernel(  # type: ignore[no-untyped-def]
-    grad_key, grad_value, part_key, part_value, parent_key, parent_value, slot_end, slot_block,
+    grad_key, grad_value, part_key, part_value, parent_key, parent_value, counts, slot_firsts, slot_blocks, used,
     stride_kb, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vh, stride_vl, stride_vd,
-    kv_heads, length, n_slots,
+    kv_heads, length, n_slots, cap, splits,
     BLOCK: tl.constexpr, SPAN: tl.constexpr, MERGE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sum the slots of each block that was cut, in their order."""
+    """Sum the slots of each block that was cut, in the order of its list."""
     slot = tl.program_id(0)
     batch_kv = tl.program_id(1).to(tl.int64)
+    if slot >= tl.load(used + batch_kv * 2 + 1):
+        return
     n_l = tl.cdiv(length, SPAN)
     n_blocks = tl.cdiv(n_l, BLOCK)
-    block = tl.load(slot_block + batch_kv * n_slots + slot)
-    if block >= n_blocks:
+    block = tl.load(slot_blocks + batch_kv * n_slots + slot)
+    if slot != tl.load(slot_firsts + batch_kv * n_blocks + block):
         return
-    first = tl.load(slot_end + batch_kv * n_blocks + block - 1, mask=block > 0, other=0)
-    if slot != first:
-        return
-    end = tl.load(slot_end + batch_kv * n_blocks + block)
+    end = slot + tl.cdiv(tl.load(counts + batch_kv * n_blocks + block), cap)
     o_key = tl.arange(0, BLOCK)
     o_n = block * BLOCK + o_key
     m_n = o_n < n_l
     b_dk = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
     b_dv = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
-    for s in range(first, end):
+    for s in range(slot, end):
         part = (batch_kv * n_slots + s) * BLOCK * HEAD_DIM
         b_dk += gather_rows(part_key + part, o_key, m_n, HEAD_DIM, 1, HEAD_DIM, BLOCK_D)
         b_dv += gather_rows(part_value + part, o_key, m_n, HEAD_DIM, 1, HEAD_DIM, BLOCK_D)
     if MERGE:
-        parent_row = batch_kv * n_blocks + block
-        b_dk = _add_parent(b_dk, parent_key, parent_row, o_n, block, length, SPAN, BLOCK, HEAD_DIM, BLOCK_D)
-        b_dv = _add_parent(b_dv, parent_value, parent_row, o_n, block, length, SPAN, BLOCK, HEAD_DIM, BLOCK_D)
+        row = batch_kv * n_blocks + block
+        rows = tl.num_programs(1).to(tl.int64) * n_blocks
+        b_dk = _add_parent(b_dk, parent_key, row, rows, splits, o_n, block, length, SPAN, BLOCK, HEAD_DIM, BLOCK_D)
+        b_dv = _add_parent(b_dv, parent_value, row, rows, splits, o_n, block, length, SPAN, BLOCK, HEAD_DIM, BLOCK_D)
     k_offset = batch_kv // kv_heads * stride_kb + batch_kv % kv_heads * stride_kh
     v_offset = batch_kv // kv_heads * stride_vb + batch_kv % kv_heads * stride_vh
     store_rows(grad_key + k_offset, o_n, m_n, stride_kl, stride_kd, b_dk, HEAD_DIM, BLOCK_D)

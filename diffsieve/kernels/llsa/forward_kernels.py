@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 
 from .access_kernels import (
+    bias_of,
     children,
     children_of_groups,
     gather_rows,
     gather_rows_of_groups,
-    log2_weight,
+    log2_weights,
     represented_below,
     store_rows,
 )
@@ -46,7 +47,8 @@ def enriched_fwd_kernel(  # type: ignore[no-untyped-def]
     heads, heads_per_kv, length,
     BLOCK: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
     COARSE_N: tl.constexpr, FINE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    ENRICH: tl.constexpr, DISJOINT: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    ENRICH: tl.constexpr, DISJOINT: tl.constexpr, SAME_STRIDES: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS
     batch_head = tl.program_id(1).to(tl.int64)
@@ -70,6 +72,7 @@ def enriched_fwd_kernel(  # type: ignore[no-untyped-def]
             k_base = coarse_keys[level - 1] + batch_kv * n_l * HEAD_DIM
             v_base = coarse_values[level - 1] + batch_kv * n_l * HEAD_DIM
             own_index = indices[level - 1] + batch_head * n_l * widths[level - 1]
+            b_whole, b_last = log2_weights(length, n_l, BLOCK**level)
             if level == LEVELS:
                 count = n_l
             else:
@@ -87,13 +90,15 @@ def enriched_fwd_kernel(  # type: ignore[no-untyped-def]
                     b_token, m_n = children(list_start, o_n, width, n_l, BLOCK)
                 b_k = gather_rows(k_base, b_token, m_n, HEAD_DIM, 1, HEAD_DIM, BLOCK_D)
                 b_v = gather_rows(v_base, b_token, m_n, HEAD_DIM, 1, HEAD_DIM, BLOCK_D)
-                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
-                b_s += tl.where(m_n, log2_weight(b_token, length, BLOCK**level), float("-inf"))[None, :]
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+                b_s = b_s * scale_log2 + bias_of(b_token, m_n, n_l, b_whole, b_last)[None, :]
                 if DISJOINT:
                     drop = represented_below(own_index, widths[level - 1], o_m, m_m, b_token, BLOCK**level)
                     b_s = tl.where(drop, float("-inf"), b_s)
                 b_acc, b_max, b_sum = _softmax_step(b_s, b_v, b_acc, b_max, b_sum, PRECISION)
 
+    if SAME_STRIDES:  # of keys and values: their addresses then differ by a constant
+        stride_vb, stride_vh, stride_vl, stride_vd = stride_kb, stride_kh, stride_kl, stride_kd
     k_base = key + batch * stride_kb + kv_head * stride_kh
     v_base = value + batch * stride_vb + kv_head * stride_vh
     n_groups = tl.cdiv(length, BLOCK)
@@ -106,8 +111,8 @@ def enriched_fwd_kernel(  # type: ignore[no-untyped-def]
             b_token, m_n = children(list_start, o_n, width, length, BLOCK)
             b_k = gather_rows(k_base, b_token, m_n, stride_kl, stride_kd, HEAD_DIM, BLOCK_D)
             b_v = gather_rows(v_base, b_token, m_n, stride_vl, stride_vd, HEAD_DIM, BLOCK_D)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
-            b_s += tl.where(m_n, 0.0, float("-inf"))[None, :]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            b_s = b_s * scale_log2 + tl.where(m_n, 0.0, float("-inf"))[None, :]
             b_acc, b_max, b_sum = _softmax_step(b_s, b_v, b_acc, b_max, b_sum, PRECISION)
     else:
         UNITS: tl.constexpr = ROWS // UNIT
@@ -125,8 +130,8 @@ def enriched_fwd_kernel(  # type: ignore[no-untyped-def]
                 b_token, m_n = children_of_groups(lists, o_group, n_groups, o_n, width, length, BLOCK)
                 b_k = gather_rows_of_groups(k_base, b_token, m_n, stride_kl, stride_kd, HEAD_DIM, BLOCK_D)
                 b_v = gather_rows_of_groups(v_base, b_token, m_n, stride_vl, stride_vd, HEAD_DIM, BLOCK_D)
-                b_s = tl.dot(b_q3, tl.permute(b_k, (0, 2, 1)), input_precision=PRECISION) * scale_log2
-                b_s += tl.where(m_n, 0.0, float("-inf"))[:, None, :]
+                b_s = tl.dot(b_q3, tl.permute(b_k, (0, 2, 1)), input_precision=PRECISION)
+                b_s = b_s * scale_log2 + tl.where(m_n, 0.0, float("-inf"))[:, None, :]
                 if GROUPS > 1:
                     b_s = tl.where((o_r // BLOCK == group)[None, :, None], b_s, float("-inf"))
                 b_acc3, b_max3, b_sum3 = _softmax_step(b_s, b_v, b_acc3, b_max3, b_sum3, PRECISION)

@@ -87,14 +87,21 @@ def llsa_attention(
         if length >= block_size:
             check_topk(topk, depth)
         wanted = [topk] * depth if isinstance(topk, int) else list(topk)[:depth]
-        chosen = torch.ops.diffsieve.llsa_select(query.detach(), key.detach(), block_size, wanted, backend)
+        # With the lists come the pooled keys and values, where the backend can use them again.
+        pooled_value = value.detach() if enrich else None
+        result = torch.ops.diffsieve.llsa_select(
+            query.detach(), key.detach(), pooled_value, block_size, wanted, backend
+        )  # fmt: skip
+        chosen, pooled = result[:depth], result[depth:]
     else:
-        chosen = list(indices)
+        chosen, pooled = list(indices), []
         if not torch.compiler.is_compiling():
             check_indices(chosen, query, block_size, depth)
-    out, lse = torch.ops.diffsieve.llsa_attention(
-        query, key, value, chosen, block_size, _scale(scale, query), enrich, disjoint, backend
-    )
+    arguments = block_size, _scale(scale, query), enrich, disjoint, indices is None, backend
+    if torch.compiler.is_compiling():
+        out, lse = torch.ops.diffsieve.llsa_attention(query, key, value, chosen, pooled, *arguments)
+    else:
+        out, lse = _Attention.apply(query, key, value, arguments, depth, *chosen, *pooled)
     return (out, lse) if return_lse else out
 
 
@@ -121,7 +128,9 @@ def hierarchical_topk(
     depth = resolve_levels(levels, query.shape[2], block_size)
     check_topk(topk, depth)
     wanted = [topk] * depth if isinstance(topk, int) else list(topk)
-    chosen: list[Tensor] = torch.ops.diffsieve.llsa_select(query.detach(), key.detach(), block_size, wanted, backend)
+    chosen: list[Tensor] = torch.ops.diffsieve.llsa_select(
+        query.detach(), key.detach(), None, block_size, wanted, backend
+    )  # fmt: skip
     return chosen
 
 
@@ -170,41 +179,68 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[None]:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _pool(x: Tensor, block_size: int, levels: int, backend: str) -> list[Tensor]:
+def _pool(tensors: Sequence[Tensor], block_size: int, levels: int, backend: str) -> list[list[Tensor]]:
     if backend == "triton":
-        from .triton_backend import pyramid_triton
+        from .triton_backend import pyramids_triton
 
-        return pyramid_triton(x, block_size=block_size, levels=levels)
-    return pyramid(x, block_size=block_size, levels=levels)
+        return pyramids_triton(tensors, block_size=block_size, levels=levels)
+    return [pyramid(x, block_size=block_size, levels=levels) for x in tensors]
+
+
+def _pyramids(
+    key: Tensor, value: Tensor, pooled: Sequence[Tensor], block_size: int, levels: int, enrich: bool, backend: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of all levels: those that came with the lists, or made here where they are needed."""
+    if pooled:
+        return [key, *pooled[:levels]], [value, *pooled[levels:]]
+    if not enrich:
+        return [key], [value]
+    keys, values = _pool((key, value), block_size, levels, backend)
+    return keys, values
 
 
 @torch.library.custom_op("diffsieve::llsa_select", mutates_args=())
-def _select_op(query: Tensor, key: Tensor, block_size: int, topk: Sequence[int], backend: str) -> list[Tensor]:
+def _select_op(
+    query: Tensor, key: Tensor, value: Tensor | None, block_size: int, topk: Sequence[int], backend: str
+) -> list[Tensor]:
+    """I_1 .. I_M; given `value`, and where `_keeps_pooled`, then levels 1..M of the keys and of the values."""
     name = choose_backend(query, block_size=block_size, backend=backend).name
     kept = kept_per_level(topk, level_lengths(query.shape[2], block_size, len(topk)), block_size)
     with _no_autocast(query):
-        q_pyramid, k_pyramid = (_pool(x, block_size, len(kept), name) for x in (query, key))
+        wanted = (query, key) if value is None or not _keeps_pooled(name) else (query, key, value)
+        q_pyramid, *others = _pool(wanted, block_size, len(kept), name)
         if name == "triton":
             from .triton_backend import hierarchical_topk_triton
 
-            return hierarchical_topk_triton(q_pyramid, k_pyramid, topk=kept, block_size=block_size)
+            chosen = hierarchical_topk_triton(q_pyramid, others[0], topk=kept, block_size=block_size)
+            return chosen + [x for levels in others for x in levels[1:]] if len(others) == 2 else chosen
         if name == "torch":
             from .torch_backend import hierarchical_topk_torch
 
-            return hierarchical_topk_torch(q_pyramid, k_pyramid, topk=kept, block_size=block_size)
+            return hierarchical_topk_torch(q_pyramid, others[0], topk=kept, block_size=block_size)
         from .reference import hierarchical_topk_reference
 
-        return hierarchical_topk_reference(q_pyramid, k_pyramid, topk=kept, block_size=block_size)
+        return hierarchical_topk_reference(q_pyramid, others[0], topk=kept, block_size=block_size)
+
+
+def _keeps_pooled(backend: str) -> bool:
+    """Whether pooled keys and values are handed on: pooling takes a third of a forward there, and nothing elsewhere."""
+    return backend == "triton"
 
 
 @_select_op.register_fake
-def _(query: Tensor, key: Tensor, block_size: int, topk: Sequence[int], backend: str) -> list[Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor | None, block_size: int, topk: Sequence[int], backend: str
+) -> list[Tensor]:
     lengths = level_lengths(query.shape[2], block_size, len(topk))
     kept = kept_per_level(topk, lengths, block_size)
-    return [
+    result = [
         query.new_empty((*query.shape[:2], length, count), dtype=torch.int32)
         for length, count in zip(lengths[1:], kept, strict=True)
     ]
+    if value is not None and _keeps_pooled(choose_backend(query, block_size=block_size, backend=backend).name):
+        result += [x.new_empty((*x.shape[:2], n, x.shape[3])) for x in (key, value) for n in lengths[1:]]
+    return result
 
 
 @torch.library.custom_op("diffsieve::llsa_attention", mutates_args=())
@@ -213,20 +249,24 @@ def _attention_op(
     key: Tensor,
     value: Tensor,
     indices: Sequence[Tensor],
+    pooled: Sequence[Tensor],
     block_size: int,
     scale: float,
     enrich: bool,
     disjoint: bool,
+    nested: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    """`pooled`: what `llsa_select` returned behind the lists; `nested`: whether the lists are from there."""
     name = choose_backend(query, block_size=block_size, backend=backend).name
     options: dict[str, Any] = {"block_size": block_size, "scale": scale, "enrich": enrich, "disjoint": disjoint}
     with _no_autocast(query):
-        keys, values = (_pool(x, block_size, len(indices), name) for x in (key, value))
         if name == "triton":
             from .triton_backend import enriched_attention_fwd_triton
 
+            keys, values = _pyramids(key, value, pooled, block_size, len(indices), enrich, name)
             return enriched_attention_fwd_triton(query, keys, values, indices, **options)
+        keys, values = _pool((key, value), block_size, len(indices), name)
         if name == "torch":
             from .torch_backend import enriched_attention_torch
 
@@ -243,10 +283,12 @@ def _(
     key: Tensor,
     value: Tensor,
     indices: Sequence[Tensor],
+    pooled: Sequence[Tensor],
     block_size: int,
     scale: float,
     enrich: bool,
     disjoint: bool,
+    nested: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -263,23 +305,29 @@ def _attention_backward_op(
     out: Tensor,
     lse: Tensor,
     indices: Sequence[Tensor],
+    pooled: Sequence[Tensor],
     block_size: int,
     scale: float,
     enrich: bool,
     disjoint: bool,
+    nested: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     name = choose_backend(query, block_size=block_size, backend=backend).name
     options: dict[str, Any] = {"block_size": block_size, "scale": scale, "enrich": enrich, "disjoint": disjoint}
     with _no_autocast(query):
-        keys, values = (_pool(x, block_size, len(indices), name) for x in (key, value))
-        saved = (query, keys, values, out, lse)
         if name == "triton":
             from .triton_backend import enriched_attention_bwd_triton
 
-            dq, dk, dv = enriched_attention_bwd_triton(grad_out, grad_lse, *saved, indices, **options, merge=True)
-            grads = dq, dk[0], dv[0]
-        elif name == "torch":
+            keys, values = _pyramids(key, value, pooled, block_size, len(indices), enrich, name)
+            saved = (query, keys, values, out, lse)
+            dq, dk, dv = enriched_attention_bwd_triton(
+                grad_out, grad_lse, *saved, indices, **options, nested=nested, merge=True
+            )  # fmt: skip
+            return _like(dq, query), _like(dk[0], key), _like(dv[0], value)
+        keys, values = _pool((key, value), block_size, len(indices), name)
+        saved = (query, keys, values, out, lse)
+        if name == "torch":
             from .torch_backend import enriched_attention_backward_torch
 
             grads = enriched_attention_backward_torch(grad_out, grad_lse, *saved, indices, **options)
@@ -300,10 +348,12 @@ def _(
     out: Tensor,
     lse: Tensor,
     indices: Sequence[Tensor],
+    pooled: Sequence[Tensor],
     block_size: int,
     scale: float,
     enrich: bool,
     disjoint: bool,
+    nested: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
@@ -311,27 +361,48 @@ def _(
 
 def _like(result: Tensor, x: Tensor) -> Tensor:
     """A result in the dtype and memory order of `x`."""
-    if result.dtype == x.dtype and result.stride() == torch.empty_like(x, device="meta").stride():
-        return result
-    return torch.empty_like(x).copy_(result)
+    # An input with gaps has other strides than its gradient, which costs more to find out.
+    same = result.stride() == x.stride() or result.stride() == torch.empty_like(x, device="meta").stride()
+    return result if same and result.dtype == x.dtype else torch.empty_like(x).copy_(result)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, indices, *ctx.options = inputs
-    ctx.levels = len(indices)
+    query, key, value, indices, pooled, *ctx.options = inputs
+    ctx.levels, ctx.pooled = len(indices), len(pooled)
     # The log-sum-exp is saved as well, so autograd must not fill its missing gradient with zeros.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, *output, *indices)
+    ctx.save_for_backward(query, key, value, *output, *indices, *pooled)
+
+
+def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, out, lse, *others = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.diffsieve.llsa_attention_backward(
+        grad_out, grad_lse, query, key, value, out, lse, others[: ctx.levels], others[ctx.levels :], *ctx.options
+    )
+    return gradients
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    query, key, value, out, lse, *indices = ctx.saved_tensors
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    grads = torch.ops.diffsieve.llsa_attention_backward(
-        grad_out, grad_lse, query, key, value, out, lse, indices, *ctx.options
-    )
-    return (*grads, [None] * ctx.levels, None, None, None, None, None)
+    return (*_gradients(ctx, grad_out, grad_lse), [None] * ctx.levels, [None] * ctx.pooled, *[None] * len(ctx.options))
 
 
 _attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Attention(torch.autograd.Function):
+    """The same outside of compiled code: PyTorch's generated wrapper of a custom op takes several times as long."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...], levels: int, *others: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        lists = list(others[:levels]), list(others[levels:])
+        output: tuple[Tensor, Tensor] = torch.ops.diffsieve.llsa_attention(query, key, value, *lists, *options)
+        _setup_context(ctx, (query, key, value, *lists, *options), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return (*_gradients(ctx, grads[0], grads[1]), None, None, *[None] * (ctx.levels + ctx.pooled))

@@ -18,6 +18,8 @@ class QueryTile:
         fine_n: raw keys per step and group of queries, a power of two, at least 16.
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
+        max_registers: registers per thread at most, so that more programs fit on a multiprocessor; None for as many as
+            the compiler likes.
     """
 
     rows: int
@@ -25,6 +27,7 @@ class QueryTile:
     fine_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class KeyTile:
         swap: queries, not keys, in the rows of the products; the better shape for tensor cores with small blocks.
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
+        max_registers: as for a `QueryTile`.
     """
 
     rows: int
@@ -44,33 +48,65 @@ class KeyTile:
     swap: bool
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
-# Padded head dimension -> tile, for elements of 16 bits.
-_FORWARD = {
+@dataclass(frozen=True)
+class SelectionTile:
+    """The top-k kernel.
+
+    Args:
+        block_n: candidates per step, a power of two, at least 16.
+        num_warps: warps per program.
+    """
+
+    block_n: int
+    num_warps: int
+
+
+# Padded head dimension -> tile, for elements of 16 bits. `benchmarks/llsa_gpu.py` sweeps the rows of 64.
+FORWARD = {
     32: QueryTile(64, 64, 32, 4, 3),
-    64: QueryTile(64, 64, 32, 4, 3),
+    64: QueryTile(64, 64, 32, 4, 2, 168),
     128: QueryTile(64, 64, 16, 4, 2),
     256: QueryTile(64, 32, 16, 8, 1),
 }
-_BACKWARD_QUERY = {
+BACKWARD_QUERY = {
     32: QueryTile(64, 64, 64, 4, 2),
     64: QueryTile(64, 64, 32, 4, 2),
     128: QueryTile(64, 32, 16, 4, 2),
     256: QueryTile(32, 32, 16, 8, 1),
 }
-_BACKWARD_LISTS = {
+BACKWARD_LISTS = {
     32: KeyTile(64, 16, False, 4, 2),
-    64: KeyTile(64, 16, True, 4, 2),
+    64: KeyTile(64, 16, False, 2, 2),
     128: KeyTile(64, 16, True, 4, 2),
     256: KeyTile(32, 16, False, 8, 1),
 }
-_BACKWARD_COARSEST = {
+BACKWARD_COARSEST = {
     32: KeyTile(64, 64, False, 4, 2),
     64: KeyTile(64, 64, False, 4, 2),
     128: KeyTile(32, 64, False, 8, 2),
     256: KeyTile(32, 32, False, 8, 1),
 }
+SELECTION = {
+    32: SelectionTile(128, 4),
+    64: SelectionTile(128, 4),
+    128: SelectionTile(128, 4),
+    256: SelectionTile(64, 4),
+}
+
+
+def selection_tile(padded_dim: int, padded_topk: int) -> SelectionTile:
+    """The tile of the top-k kernel.
+
+    Args:
+        padded_dim: head dimension rounded up to a power of two, 16 to 256.
+        padded_topk: list width rounded up to a power of two.
+    """
+    tile = SELECTION[max(32, padded_dim)]
+    # Long lists are held by more warps.
+    return tile if padded_topk <= 16 else SelectionTile(64, 4 if padded_topk <= 256 else 8)
 
 
 def forward_tile(padded_dim: int, block_size: int, element_size: int) -> QueryTile:
@@ -81,21 +117,30 @@ def forward_tile(padded_dim: int, block_size: int, element_size: int) -> QueryTi
         block_size: tokens per block, a power of two, 8 to 128.
         element_size: bytes per element, 2 or 4.
     """
-    return fit_query_tile(_FORWARD[max(32, padded_dim)], block_size, element_size)
+    return fit_query_tile(FORWARD[max(32, padded_dim)], block_size, element_size)
 
 
 def backward_query_tile(padded_dim: int, block_size: int, element_size: int) -> QueryTile:
     """The tile of the kernel for the gradient of the queries; arguments as for `forward_tile`."""
-    return fit_query_tile(_BACKWARD_QUERY[max(32, padded_dim)], block_size, element_size)
+    return fit_query_tile(BACKWARD_QUERY[max(32, padded_dim)], block_size, element_size)
 
 
-def backward_key_tile(padded_dim: int, block_size: int, element_size: int, *, coarsest: bool) -> KeyTile:
-    """The tile of the key-major kernel at the coarsest level or elsewhere; other arguments as for `forward_tile`."""
+def backward_key_tile(
+    padded_dim: int, block_size: int, element_size: int, *, coarsest: bool, disjoint: bool = False
+) -> KeyTile:
+    """The tile of the key-major kernel at the coarsest level or elsewhere; other arguments as for `forward_tile`.
+
+    Args:
+        disjoint: whether keys are left out that a query attends through their children. That kernel is not pipelined,
+            and with `swap` the assembler of CUDA 12.8 reads an address register that nothing has written (sm_90).
+    """
     # A large block is a tile of keys as at the coarsest level, but its size is given: more warps hold it.
     large = block_size >= 64 and not coarsest
-    tile = (_BACKWARD_COARSEST if coarsest or large else _BACKWARD_LISTS)[max(32, padded_dim)]
+    tile = (BACKWARD_COARSEST if coarsest or large else BACKWARD_LISTS)[max(32, padded_dim)]
     if large:
         tile = replace(tile, num_warps=8)
+    if disjoint:
+        tile = replace(tile, swap=False)
     if element_size == 4:
         tile = replace(tile, rows=min(tile.rows, 32), keys=min(tile.keys, 32), swap=False, num_stages=1)
     return tile

@@ -7,7 +7,7 @@ contiguous and in the dtype of the inputs; all accumulation is in fp32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,8 +18,17 @@ from .forward_kernels import enriched_fwd_kernel
 from .levels import level_lengths
 from .pyramid_kernels import pyramid_fwd_kernel
 from .selection_kernels import topk_fwd_kernel
-from .tiles import KeyTile, QueryTile, backward_key_tile, backward_query_tile, forward_tile
-from .transpose import TransposedIndex, transpose_index
+from .tiles import (
+    KeyTile,
+    QueryTile,
+    SelectionTile,
+    backward_key_tile,
+    backward_query_tile,
+    forward_tile,
+    selection_tile,
+)
+from .transpose import transpose_index
+from .transpose_kernels import transpose_nested_kernel
 
 _LOG2_E = 1.4426950408889634
 # Raw queries that one program of the key-major kernel takes from a list before the list is cut.
@@ -28,29 +37,51 @@ _LIST_ROWS = 2048
 _DENSE_PROGRAMS, _DENSE_MIN_ROWS = 1024, 1024
 
 
-def pyramid_triton(x: Tensor, block_size: int, levels: int) -> list[Tensor]:
-    """`x` itself and its means of levels 1..M `(B, H, n_l, D)`, contiguous, in the dtype of `x`."""
-    batch, heads, length, dim = x.shape
+def pyramids_triton(tensors: Sequence[Tensor], block_size: int, levels: int) -> list[list[Tensor]]:
+    """For each tensor itself and its means of levels 1..M `(B, H, n_l, D)`, contiguous, in its dtype.
+
+    Args:
+        tensors: `(B, H, L, D)` each; H alone may differ. All are pooled by one launch per two levels.
+    """
+    batch, _, length, dim = tensors[0].shape
     lengths = level_lengths(length, block_size, levels)
-    result = [x] + [x.new_empty((batch, heads, n, dim)) for n in lengths[1:]]
-    parents = max(1, min(block_size, 64 // block_size))
-    with torch.cuda.device_of(x):
+    results = [[x] + [x.new_empty((batch, x.shape[1], n, dim)) for n in lengths[1:]] for x in tensors]
+    heads = tuple(x.shape[1] for x in tensors)
+    padded, parents = _padded(dim), min(block_size, 16)
+    with torch.cuda.device_of(tensors[0]):
         for level in range(0, levels, 2):
             two = level + 2 <= levels
-            source, first = result[level], result[level + 1]
-            grid = (triton.cdiv(lengths[level], block_size**2), batch * heads)
+            sources, firsts, seconds = (
+                tuple(result[n] for result in results) for n in (level, level + 1, level + 2 if two else level + 1)
+            )
+            grid = (triton.cdiv(lengths[level], block_size**2), batch * max(heads), len(tensors))
             pyramid_fwd_kernel[grid](
-                source, first, result[level + 2] if two else first, *source.stride(), heads, length,
-                BLOCK=block_size, SPAN=block_size**level, PARENTS=parents, TWO_LEVELS=two,
-                HEAD_DIM=dim, BLOCK_D=_padded(dim), num_warps=4,
+                sources, firsts, seconds, tuple(stride for x in sources for stride in x.stride()), heads,
+                tuple(batch * h for h in heads), length,
+                BLOCK=block_size, SPAN=block_size**level, PARENTS=parents,
+                TWO_LEVELS=two, HEAD_DIM=dim, BLOCK_D=padded, num_warps=max(1, min(4, parents * padded // 256)),
             )  # fmt: skip
-    return result
+    return results
+
+
+def pyramid_triton(x: Tensor, block_size: int, levels: int) -> list[Tensor]:
+    """`pyramids_triton` of one tensor."""
+    return pyramids_triton([x], block_size, levels)[0]
 
 
 def hierarchical_topk_triton(
-    q_pyramid: Sequence[Tensor], k_pyramid: Sequence[Tensor], topk: int | Sequence[int], block_size: int
+    q_pyramid: Sequence[Tensor],
+    k_pyramid: Sequence[Tensor],
+    topk: int | Sequence[int],
+    block_size: int,
+    tile: SelectionTile | None = None,
 ) -> list[Tensor]:
-    """Same meaning as `reference.hierarchical_topk_reference`; `topk` is one width of lists or one per level."""
+    """Same meaning as `reference.hierarchical_topk_reference`.
+
+    Args:
+        topk: one width of lists, or one per level.
+        tile: overrides the table of `tiles.py`.
+    """
     levels = len(k_pyramid) - 1
     topk = [topk] * levels if isinstance(topk, int) else topk
     chosen: list[Tensor] = []
@@ -62,14 +93,15 @@ def hierarchical_topk_triton(
         step = 16 if coarsest else min(16, block_size)
         candidates = n_tokens if coarsest else chosen[0].shape[3] * block_size
         padded_kept = triton.next_power_of_2(kept)
-        block_n = min(128 if dim <= 128 else 64, max(16, triton.next_power_of_2(candidates)))
+        chosen_tile = tile or selection_tile(_padded(dim), padded_kept)
+        block_n = min(chosen_tile.block_n, max(16, triton.next_power_of_2(candidates)))
         with torch.cuda.device_of(query):
             topk_fwd_kernel[triton.cdiv(n_tokens, step), batch * heads](
                 query, key, index if coarsest else chosen[0], index, heads, heads // key.shape[1], n_tokens, kept,
                 0 if coarsest else chosen[0].shape[3],
                 BLOCK=block_size, ROWS=16, ROW_STEP=step, BLOCK_N=block_n, KP=padded_kept, COARSEST=coarsest,
                 HEAD_DIM=dim, BLOCK_D=_padded(dim), PRECISION=_precision(query.dtype),
-                num_warps=4 if padded_kept <= 256 else 8, num_stages=1,
+                num_warps=chosen_tile.num_warps, num_stages=1,
             )  # fmt: skip
         chosen.insert(0, index)
     return chosen
@@ -105,8 +137,8 @@ def enriched_attention_fwd_triton(
             heads, heads // key.shape[1], length,
             BLOCK=block_size, LEVELS=len(indices), ROWS=tile.rows, UNIT=max(16, block_size),
             COARSE_N=tile.coarse_n, FINE_N=tile.fine_n, HEAD_DIM=dim, BLOCK_D=_padded(dim),
-            ENRICH=enrich, DISJOINT=disjoint, PRECISION=_precision(query.dtype), NUM_STAGES=tile.num_stages,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            ENRICH=enrich, DISJOINT=disjoint, SAME_STRIDES=key.stride() == value.stride(),
+            PRECISION=_precision(query.dtype), **_options(tile),
         )  # fmt: skip
     return out, lse
 
@@ -120,12 +152,12 @@ def enriched_attention_bwd_triton(
     out: Tensor,
     lse: Tensor,
     indices: Sequence[Tensor],
-    transposed: Sequence[TransposedIndex | tuple[Tensor, Tensor]] | None = None,
     *,
     block_size: int,
     scale: float,
     enrich: bool,
     disjoint: bool,
+    nested: bool = False,
     merge: bool = False,
     query_tile: QueryTile | None = None,
     list_tile: KeyTile | None = None,
@@ -136,7 +168,8 @@ def enriched_attention_bwd_triton(
     Args:
         grad_out, grad_lse: gradients of output and (optional) log-sum-exp.
         out, lse: what the forward returned.
-        transposed: `transpose_index(indices[l], n_(l+1))` per level; made here when None, or with grouped heads.
+        nested: the lists are those of `hierarchical_topk_triton`, what a token keeps being children of what its parent
+            keeps; otherwise they may hold anything, and are transposed by a sort.
         merge: carry the gradients of pooled tokens down to the raw ones on the way: the lists then hold the complete
             gradients of raw keys and values and nothing else.
         query_tile, list_tile, coarsest_tile: override the table of `tiles.py`.
@@ -153,7 +186,7 @@ def enriched_attention_bwd_triton(
     levels = len(indices)
     tiles = {
         level: (coarsest_tile if level == levels else list_tile)
-        or backward_key_tile(padded, block_size, size, coarsest=level == levels)
+        or backward_key_tile(padded, block_size, size, coarsest=level == levels, disjoint=disjoint and level > 0)
         for level in range(levels + 1)
     }
 
@@ -173,64 +206,64 @@ def enriched_attention_bwd_triton(
             heads, heads // kv_heads, length,
             LEVELS=levels, ROWS=query_tile.rows, UNIT=max(16, block_size),
             COARSE_N=query_tile.coarse_n, FINE_N=query_tile.fine_n, ENRICH=enrich, DISJOINT=disjoint,
-            HAS_GRAD_LSE=grad_lse is not None, NUM_STAGES=query_tile.num_stages,
-            num_warps=query_tile.num_warps, num_stages=query_tile.num_stages, **shared,
+            SAME_STRIDES=key.stride() == value.stride(), HAS_GRAD_LSE=grad_lse is not None,
+            **_options(query_tile), **shared,
         )  # fmt: skip
 
+        # The gradients of the level above, in `splits` parts.
+        above: list[Tensor] = [lse, lse]
+        splits = 0
         key_grads: list[Tensor] = []
         value_grads: list[Tensor] = []
+        transposed = _transposed(lists, kv_heads, block_size, nested)
         for level in range(levels if enrich else 0, -1, -1):
             k_level = coarse_keys[level - 1] if level else key
             v_level = coarse_values[level - 1] if level else value
             tile = tiles[level]
             own = lists[level - 1] if level else lists[0]
-            tail = (
-                scale, scale * _LOG2_E, *query.stride(), *k_level.stride(), *v_level.stride(), *grad_out.stride(),
-                heads, heads // kv_heads, length,
-            )  # fmt: skip
+            strides = *query.stride(), *k_level.stride(), *v_level.stride(), *grad_out.stride()
             options = shared | {
-                "SPAN": block_size**level, "DISJOINT": disjoint and level > 0, "ROWS": tile.rows, "SWAP": tile.swap,
-                "NUM_STAGES": tile.num_stages, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-            }  # fmt: skip
+                "SPAN": block_size**level, "DISJOINT": disjoint and level > 0,
+                "SAME_STRIDES": query.stride() == grad_out.stride(), "ROWS": tile.rows, "SWAP": tile.swap,
+            } | _options(tile)  # fmt: skip
             if level == levels:
                 tiles_of_keys = triton.cdiv(k_level.shape[2], tile.keys)
                 cap = _rows_per_split(length, tiles_of_keys * batch * heads)
                 splits = triton.cdiv(length, cap) * (heads // kv_heads)
-                parts = [k_level.new_empty((splits, *k_level.shape), dtype=torch.float32) for _ in range(2)]
+                above = [k_level.new_empty((splits, *k_level.shape), dtype=torch.float32) for _ in range(2)]
                 enriched_bwd_dkdv_kernel[tiles_of_keys, batch * kv_heads, splits](
-                    query, k_level, v_level, grad_out, lse, delta, *parts, *parts, *parts, own, own, own, own,
-                    0, own, own.shape[3], *tail, 1, cap,
-                    DENSE=True, MERGE=False, KEYS=tile.keys, KEY_STEP=tile.keys, **options,
+                    query, k_level, v_level, grad_out, lse, delta, *above, *above, *above,
+                    own, own, own, own, own, own, own, own.shape[3], scale, scale * _LOG2_E, *strides,
+                    heads, heads // kv_heads, length, 0, 1, cap, splits,
+                    DENSE=True, MERGE=False, GROUPED=False, KEYS=tile.keys, KEY_STEP=tile.keys, **options,
                 )  # fmt: skip
-                key_grads.insert(0, parts[0].sum(0))
-                value_grads.insert(0, parts[1].sum(0))
+                if not merge:
+                    key_grads.insert(0, above[0].sum(0))
+                    value_grads.insert(0, above[1].sum(0))
                 continue
-            index = lists[level]
-            if transposed is None or heads != kv_heads:
-                index = index.view(batch, kv_heads, -1, index.shape[3])
-                offsets, queries = transpose_index(index, lists[level].shape[2])
-            else:
-                offsets, queries = (x.contiguous() for x in transposed[level])
-            cut = _cut_lists(offsets, queries.shape[2], max(1, _LIST_ROWS // block_size ** (level + 1)))
-            dtype = torch.float32 if level else query.dtype
-            grads = [torch.empty_like(x, dtype=dtype) for x in (k_level, v_level)]
-            n_blocks = offsets.shape[2] - 1
-            parts = [
-                query.new_empty((batch, kv_heads, cut.n_slots, block_size, dim), dtype=torch.float32) for _ in range(2)
-            ]
+            by_key = transposed[level]
             merged = merge and enrich
-            parents = [key_grads[0], value_grads[0]] if merged else parts
-            enriched_bwd_dkdv_kernel[cut.n_slots + n_blocks, batch * kv_heads](
-                query, k_level, v_level, grad_out, lse, delta, *grads, *parts, *parents,
-                offsets, queries, cut.slot_end, cut.slot_block, lists[level].shape[3], own, own.shape[3],
-                *tail, cut.n_slots, cut.cap,
-                DENSE=False, MERGE=merged, KEYS=max(16, block_size), KEY_STEP=block_size, **options,
+            grads = [torch.empty_like(x, dtype=torch.float32 if level else query.dtype) for x in (k_level, v_level)]
+            parts = [
+                query.new_empty((batch, kv_heads, by_key.n_slots, block_size, dim), dtype=torch.float32)
+                for _ in range(2)
+            ]
+            places = by_key.counts, by_key.slot_firsts, by_key.slot_blocks, by_key.used
+            n_blocks = by_key.counts.shape[2]
+            enriched_bwd_dkdv_kernel[by_key.n_slots + n_blocks, batch * kv_heads](
+                query, k_level, v_level, grad_out, lse, delta, *grads, *parts, *above,
+                by_key.begins, by_key.counts, by_key.queries, by_key.slot_firsts, by_key.slot_blocks, by_key.used,
+                own, own.shape[3], scale, scale * _LOG2_E, *strides, heads, heads // kv_heads, length,
+                by_key.queries.shape[2], by_key.n_slots, by_key.cap, splits,
+                DENSE=False, MERGE=merged, GROUPED=heads != kv_heads, KEYS=max(16, block_size), KEY_STEP=block_size,
+                **options,
             )  # fmt: skip
-            enriched_bwd_reduce_kernel[cut.n_slots, batch * kv_heads](
-                *grads, *parts, *parents, cut.slot_end, cut.slot_block, *k_level.stride(), *v_level.stride(),
-                kv_heads, length, cut.n_slots,
+            enriched_bwd_reduce_kernel[by_key.n_slots, batch * kv_heads](
+                *grads, *parts, *above, *places, *k_level.stride(), *v_level.stride(),
+                kv_heads, length, by_key.n_slots, by_key.cap, splits,
                 BLOCK=block_size, SPAN=block_size**level, MERGE=merged, HEAD_DIM=dim, BLOCK_D=padded, num_warps=4,
             )  # fmt: skip
+            above, splits = grads, 1
             key_grads.insert(0, grads[0])
             value_grads.insert(0, grads[1])
     if merge:
@@ -238,22 +271,63 @@ def enriched_attention_bwd_triton(
     return grad_query, key_grads, value_grads
 
 
-class _CutLists(NamedTuple):
-    cap: int  # entries per program
-    n_slots: int  # room for the parts of cut lists, per batch and head
-    slot_end: Tensor  # (B, Hkv, n) int32: running count of slots, up to and with each block
-    slot_block: Tensor  # (B, Hkv, n_slots) int32: block of each slot, n for unused ones
+class _ByKey(NamedTuple):
+    """The transposed lists of a level, in any order of the keys; long ones are cut into parts, each with a slot."""
+
+    begins: Tensor  # (B, Hkv, n) int32: where in `queries` the list of a key begins
+    counts: Tensor  # (B, Hkv, n) int32: its length
+    queries: Tensor  # (B, Hkv, G * n * K) int32: head in the group times n, plus the token; ascending in each list
+    cap: int  # entries of a part
+    n_slots: int  # room for parts, per batch and key head
+    slot_firsts: Tensor  # (B, Hkv, n) int32: first slot of a key with more than `cap` entries
+    slot_blocks: Tensor  # (B, Hkv, n_slots) int32: key of each slot in use
+    used: Tensor  # (B, Hkv, 2) int32: entries, slots in use
 
 
-def _cut_lists(offsets: Tensor, entries: int, cap: int) -> _CutLists:
-    """Cut lists of more than `cap` entries into parts of `cap`. No list has more than twice its length over `cap`."""
-    n_slots = max(1, 2 * entries // cap)
+def _transposed(lists: Sequence[Tensor], kv_heads: int, block_size: int, nested: bool) -> list[_ByKey]:
+    """Transpose all lists, level by level; heads of a group share their keys, so their lists come together."""
+    batch, heads = lists[0].shape[:2]
+    group = heads // kv_heads
+    used = torch.zeros((len(lists), batch, kv_heads, 2), dtype=torch.int32, device=lists[0].device)
+    result: list[_ByKey] = []
+    for level in range(len(lists) - 1, -1, -1):
+        index = lists[level]
+        n_tokens, width = index.shape[2:]
+        entries = group * n_tokens * width
+        cap = max(1, _LIST_ROWS // block_size ** (level + 1))
+        # No list has more than twice its length over `cap` parts.
+        n_slots = max(1, 2 * entries // cap)
+        if not nested:
+            result.insert(0, _by_sort(index, kv_heads, cap, n_slots))
+            continue
+        rows = [index.new_empty((batch, kv_heads, n)) for n in (n_tokens, n_tokens, entries, n_tokens, n_slots)]
+        begins, counts, queries, slot_firsts, slot_blocks = rows
+        own = _ByKey(begins, counts, queries, cap, n_slots, slot_firsts, slot_blocks, used[level])
+        coarsest = not result
+        parent = own if coarsest else result[0]
+        transpose_nested_kernel[triton.cdiv(n_tokens, block_size), batch * kv_heads](
+            index, parent.begins, parent.counts, parent.queries,
+            begins, counts, queries, slot_firsts, slot_blocks, own.used,
+            n_tokens, width, group, parent.queries.shape[2], entries, n_slots, cap,
+            BLOCK=block_size, ROWS=max(16, min(128, 2048 // block_size)), COARSEST=coarsest, GROUPED=group > 1,
+            num_warps=4,
+        )  # fmt: skip
+        result.insert(0, own)
+    return result
+
+
+def _by_sort(index: Tensor, kv_heads: int, cap: int, n_slots: int) -> _ByKey:
+    """The transpose of any lists, out-of-range entries left out."""
+    batch, _, n_tokens, width = index.shape
+    offsets, queries = transpose_index(index.reshape(batch, kv_heads, -1, width), n_tokens)
     counts = offsets[..., 1:] - offsets[..., :-1]
-    slot_end = torch.where(counts > cap, (counts + cap - 1) // cap, 0).cumsum(-1, dtype=torch.int32)
-    slots = torch.arange(n_slots, dtype=torch.int32, device=offsets.device)
-    slots = slots.expand(*offsets.shape[:2], n_slots).contiguous()
-    slot_block = torch.searchsorted(slot_end, slots, right=True, out_int32=True)
-    return _CutLists(cap, n_slots, slot_end, slot_block)
+    parts = torch.where(counts > cap, (counts + cap - 1) // cap, 0)
+    ends = parts.cumsum(-1, dtype=torch.int32)
+    slots = torch.arange(n_slots, dtype=torch.int32, device=index.device).expand(batch, kv_heads, n_slots).contiguous()
+    return _ByKey(
+        offsets[..., :-1].contiguous(), counts, queries, cap, n_slots, (ends - parts).int(),
+        torch.searchsorted(ends, slots, right=True, out_int32=True), torch.stack([ends[..., -1], ends[..., -1]], -1),
+    )  # fmt: skip
 
 
 def _rows_per_split(length: int, programs: int) -> int:
@@ -275,6 +349,12 @@ def _levels(
         tuple(_coarse(x.to(query.dtype)) for x in pyramid[1 : len(lists) + 1]) for pyramid in (k_pyramid, v_pyramid)
     )
     return keys, values, lists, widths
+
+
+def _options(tile: QueryTile | KeyTile) -> dict[str, Any]:
+    """What a tile says to the compiler; the depth of the pipeline is an argument of the loops too."""
+    options = {"NUM_STAGES": tile.num_stages, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return options if tile.max_registers is None else options | {"maxnreg": tile.max_registers}
 
 
 def _with_own_memory(x: Tensor) -> Tensor:
