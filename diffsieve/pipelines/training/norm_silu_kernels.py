@@ -1,23 +1,13 @@
 """Triton kernels of `norm_silu`; legend there. Import this module only where Triton exists."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def norm_silu_fwd_kernel(
-    X: Any,
-    GAMMA: Any,
-    OUT: Any,
-    rows: Any,
-    clip_rows: Any,
-    pad_rows: Any,
-    eps: Any,
-    C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-) -> None:
+def norm_silu_fwd_kernel(  # type: ignore[no-untyped-def]
+    X, GAMMA, OUT, rows, clip_rows, pad_rows, eps, C: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
     o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_c = tl.arange(0, C)
     m_r = o_r < rows
@@ -32,19 +22,9 @@ def norm_silu_fwd_kernel(
 
 
 @triton.jit
-def norm_silu_bwd_kernel(
-    X: Any,
-    GAMMA: Any,
-    GRAD: Any,
-    GRAD_X: Any,
-    GRAD_GAMMA: Any,
-    rows: Any,
-    clip_rows: Any,
-    pad_rows: Any,
-    eps: Any,
-    C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-) -> None:
+def norm_silu_bwd_kernel(  # type: ignore[no-untyped-def]
+    X, GAMMA, GRAD, GRAD_X, GRAD_GAMMA, rows, clip_rows, pad_rows, eps, C: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
     o_c = tl.arange(0, C)
