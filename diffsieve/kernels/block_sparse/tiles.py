@@ -92,12 +92,12 @@ class BackwardTile:
 # Kernel and padded head dimension -> tile for elements of 16 bits; they fit the shared memory of every GPU from sm_80.
 _BACKWARD_TILES_16_BIT = {
     ("query", 32): BackwardTile(128, 64, 8, 2),
-    ("query", 64): BackwardTile(128, 64, 8, 2),
-    ("query", 128): BackwardTile(64, 64, 4, 1),
+    ("query", 64): BackwardTile(64, 64, 4, 2),
+    ("query", 128): BackwardTile(64, 64, 4, 2),
     ("query", 256): BackwardTile(32, 32, 4, 1),
     ("key", 32): BackwardTile(64, 128, 8, 2),
-    ("key", 64): BackwardTile(64, 128, 8, 2),
-    ("key", 128): BackwardTile(32, 64, 4, 1),
+    ("key", 64): BackwardTile(64, 64, 4, 1),
+    ("key", 128): BackwardTile(64, 64, 4, 1),
     ("key", 256): BackwardTile(32, 32, 4, 1),
 }
 
