@@ -41,17 +41,21 @@ def line_chart(
         series: lines; the legend is left out for a single one.
         x_label: below.
         y_label: before the scale.
-        levels: dashed horizontal lines with their labels, such as a noise floor.
+        levels: dashed horizontal lines with their labels, such as a noise floor; one that would flatten the lines
+            stands in the title instead.
         marks: whether every point gets a dot with its values as a tooltip.
 
     Returns:
         An `<svg>` element, or an empty text when there is nothing to draw.
     """
-    shown = [(x, y) for line in series for x, y in line.points if _drawable(y)]
+    shown = [(x, float(y)) for line in series for x, y in line.points if y is not None and math.isfinite(y)]
     if not shown:
         return ""
+    far = [level for level in levels if _far(level[1], [y for _, y in shown])]
+    levels = [level for level in levels if level not in far]
+    title += "".join(f" ({label} {value:.4g})" for label, value in far)
     xs = [x for x, _ in shown]
-    ys = [float(y) for _, y in shown if y is not None] + [y for _, y in levels]
+    ys = [y for _, y in shown] + [y for _, y in levels]
     x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
     x_ends = (min(xs), max(xs)) if min(xs) < max(xs) else (min(xs) - 0.5, max(xs) + 0.5)
     y_ends = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
@@ -109,8 +113,9 @@ def ticks(low: float, high: float) -> list[float]:
     return [round(number * step, 12) for number in range(first, last + 1)]
 
 
-def _drawable(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+def _far(level: float, values: Sequence[float]) -> bool:
+    low, high = min(values), max(values)
+    return max(level - high, low - level) > 2 * (high - low) > 0
 
 
 def _runs(line: Series) -> Iterator[list[tuple[float, float]]]:

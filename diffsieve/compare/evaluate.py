@@ -152,7 +152,7 @@ def evaluate(
     folders: dict[str, Path] = dict(zip(_labels(config.tests), config.tests, strict=True))
     if config.floor is not None:
         folders[FLOOR] = config.floor
-    elif is_comparison(config.reference) and comparison_clips(config.reference, "floor"):
+    elif is_comparison(config.reference) and comparison_clips(config.reference, "floor", raw=False):
         folders[FLOOR] = config.reference
     pairs = {
         label: pair_clips(config.reference, folder, "floor" if label == FLOOR else "sparse")

@@ -27,7 +27,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2.5rem; border-top
 th, td { text-align: right; padding: .3rem .8rem; border-bottom: 1px solid var(--rule); white-space: nowrap;
   font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child { text-align: left; white-space: normal; }
-.charts { display: flex; flex-wrap: wrap; gap: 1rem; } .charts svg { flex: 1 1 20rem; max-width: 34rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(20rem, 1fr)); gap: 1rem; }
 svg text { font: 11px system-ui, sans-serif; fill: var(--faint); } svg .head { font-size: 13px; fill: var(--ink); }
 svg .grid { stroke: var(--rule); } svg .level { stroke: var(--faint); stroke-dasharray: 5 4; }
 figure { margin: 1rem 0; } video, img { max-width: 100%; height: auto; }

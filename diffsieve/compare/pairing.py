@@ -36,7 +36,11 @@ def pair_clips(reference: Path, test: Path, side: str = "sparse") -> list[tuple[
     if compared[0] != compared[1]:
         raise UserInputError(f"{reference} and {test} must both be folders of diffsieve compare, or neither of them")
     if all(compared):
-        found = [comparison_clips(reference, "dense"), comparison_clips(test, side)]
+        sides = (reference, "dense"), (test, side)
+        found = [comparison_clips(*place, raw=True) for place in sides]
+        # Raw frames on both sides, or an encoder between on both.
+        if found[0].keys() != found[1].keys() or not found[0]:
+            found = [comparison_clips(*place, raw=False) for place in sides]
     else:
         found = [{path.name: path for path in folder.iterdir() if is_clip(path)} for folder in (reference, test)]
     for folder, clips in zip((reference, test), found, strict=True):

@@ -25,12 +25,13 @@ def is_comparison(folder: Path) -> bool:
     return report is not None and report["schema"] == COMPARE_SCHEMA
 
 
-def comparison_clips(folder: Path, side: str) -> dict[str, Path]:
-    """Return the clips of a folder of `diffsieve compare` by name: the raw frames where they were kept, else the video.
+def comparison_clips(folder: Path, side: str, *, raw: bool) -> dict[str, Path]:
+    """Return the clips of a folder of `diffsieve compare` by name.
 
     Args:
         folder: see `is_comparison`.
         side: "dense", "sparse" or "floor".
+        raw: the raw frames, else the videos.
 
     Returns:
         Paths by name; for a side that was not made, those of the clips that have it.
@@ -39,7 +40,7 @@ def comparison_clips(folder: Path, side: str) -> dict[str, Path]:
     assert report is not None
     found = {}
     for clip in report["clips"]:
-        file = clip["files"].get(f"{side}_frames") or clip["files"].get(side)
+        file = clip["files"].get(f"{side}_frames" if raw else side)
         if file is not None:
             found[clip["folder"]] = folder / clip["folder"] / file
     return found

@@ -44,7 +44,7 @@ def test_a_chart_is_well_formed_and_breaks_at_gaps():
 
 
 def test_points_lie_inside_the_axes_and_levels_widen_them():
-    drawn = chart(Series("a", [(0, 1.0), (1, 2.0)]), levels=[("floor", 9.0)], marks=True)
+    drawn = chart(Series("a", [(0, 1.0), (1, 2.0)]), levels=[("floor", 3.0)], marks=True)
     top, bottom = (float(circle.get("cy")) for circle in reversed(drawn.findall("circle")))
     (level,) = (line for line in drawn.findall("line") if line.get("class") == "level")
     assert 0 < float(level.get("y1")) < top < bottom < 250
@@ -59,3 +59,13 @@ def test_a_page_escapes_what_it_is_given():
     page = render_page(Page(evil, [evil], Table([evil], [[evil]]), [evil], clips=[PageClip(evil, evil, [])]))
     assert "<script" not in page
     assert page.count("&lt;script&gt;") == 8  # the title stands twice
+
+
+def test_a_level_far_off_stands_in_the_title_and_leaves_the_scale_alone():
+    series = [Series("a", [(0.0, 20.0), (1.0, 30.0)])]
+    near = line_chart("PSNR", series, x_label="x", y_label="y", levels=[("floor", 45.0)])
+    far = line_chart("PSNR", series, x_label="x", y_label="y", levels=[("floor", 100.0)])
+    assert 'class="level"' in near
+    assert "(floor" not in near
+    assert 'class="level"' not in far
+    assert "PSNR (floor 100)" in far

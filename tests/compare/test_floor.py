@@ -8,6 +8,7 @@ import torch
 from diffsieve.compare import CompareConfig, GenerateConfig, compare, generate
 from diffsieve.compare.evaluate import FLOOR, EvaluateConfig, evaluate
 from diffsieve.compare.floor import other_kernel
+from diffsieve.compare.pairing import pair_clips
 from diffsieve.errors import UserInputError
 from tests.compare.conftest import SMALL
 from tests.tiny import generate as run_tiny
@@ -81,6 +82,15 @@ def test_comparisons_at_several_sparsities_are_runs_of_one_evaluation(pipe, smal
     assert "PSNR against sparsity" in page
     assert page.count("<circle") >= 2
     assert any("video files" in note for note in report["notes"])
+
+
+def test_raw_frames_on_one_side_alone_are_not_used(pipe, small, tmp_path):
+    folders = [tmp_path / name for name in ("raw", "encoded")]
+    for folder, save_frames in zip(folders, (True, False), strict=True):
+        compare(small(out=folder, save_frames=save_frames), pipe=pipe)
+    pairs = {folder.name: pair_clips(folders[0], folder)[0][1:] for folder in folders}
+    assert [path.name for path in pairs["raw"]] == ["dense_frames.npz", "sparse_frames.npz"]
+    assert [path.name for path in pairs["encoded"]] == ["dense.mp4", "sparse.mp4"]
 
 
 def test_folders_that_were_made_in_other_ways_are_noted(tmp_path):
