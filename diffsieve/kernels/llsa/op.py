@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def llsa_attention(
         if not torch.compiler.is_compiling():
             check_indices(chosen, query, block_size, depth)
     arguments = block_size, _scale(scale, query), enrich, disjoint, indices is None, backend
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         out, lse = torch.ops.diffsieve.llsa_attention(query, key, value, chosen, pooled, *arguments)
     else:
         out, lse = _Attention.apply(query, key, value, arguments, depth, *chosen, *pooled)
@@ -176,7 +176,8 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[None]:
-    return torch.autocast(x.device.type, enabled=False)
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _pool(tensors: Sequence[Tensor], block_size: int, levels: int, backend: str) -> list[list[Tensor]]:
