@@ -21,22 +21,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from diffsieve.kernels import ba_att
+from diffsieve.kernels.ba_att.centroids import add_centroids
+from diffsieve.kernels.ba_att.fused import gather_with_means, gather_with_statistics, scatter_tokens
 from diffsieve.kernels.block_sparse import block_sparse_attention
 
 # Token grids (frames, height, width): small clips, 480p and 720p of Wan at 81 frames.
-GRIDS = [(4, 32, 32), (7, 24, 24), (8, 32, 32), (16, 32, 32), (11, 40, 40), (21, 30, 52), (21, 45, 80)]
+GRIDS = [(7, 24, 24), (8, 32, 32), (16, 32, 32), (11, 40, 40), (21, 30, 52), (21, 45, 80)]
 SPARSITIES = (0.5, 0.75, 0.9)
 BLOCK = 128
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    return triton.testing.do_bench(call, warmup=20, rep=100, return_mode="median")
+    return triton.testing.do_bench(call, warmup=10, rep=50, return_mode="median")
 
 
 def graph_milliseconds(call: Callable[[], object]) -> float | None:
     """Time of the call as a CUDA graph, or `None` where it cannot be captured."""
     with torch.cuda.stream(torch.cuda.Stream()):
-        return triton.testing.do_bench_cudagraph(call, rep=60, return_mode="median")
+        return triton.testing.do_bench_cudagraph(call, rep=40, return_mode="median")
 
 
 def inputs(grid: tuple[int, int, int], heads: int) -> tuple[torch.Tensor, ...]:
@@ -55,7 +57,7 @@ def gate(heads: int) -> dict[str, float]:
     orders = torch.arange(heads, device="cuda") % len(ba_att.CANDIDATE_ORDERS)
     exact = scaled_dot_product_attention(q.float(), k.float(), v.float())
     plain = error(scaled_dot_product_attention(q, k, v), exact)
-    common = {"grid_thw": (7, 24, 24), "orders": orders, "block_size": BLOCK}
+    common = {"grid_thw": (7, 24, 24), "orders": orders, "block_size": BLOCK, "compensate": "centroid"}
     full = error(ba_att.ba_attention(q, k, v, density=1.0, **common), exact)
     half, info = ba_att.ba_attention(q, k, v, density=0.5, return_info=True, **common)
     if info.backend != "triton":
@@ -76,14 +78,21 @@ def stages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, orders: object, de
         return call()
 
     order = lap("order", lambda: ba_att.token_orders(q, k, grid_thw=grid, orders=orders, block_size=BLOCK))
-    pairs = ((q, order.query), (k, order.key), (v, order.key))
-    q, k, v = lap("gather", lambda: [ba_att.gather_tokens(x, p) for x, p in pairs])
-    moments = lap("statistics", lambda: [ba_att.block_statistics(x, BLOCK) for x in (q, k)])
-    scores = lap("scores", lambda: ba_att.block_scores(*moments))
+    pairs = ((q, order.query), (k, order.key))
+    (q, q_stats), (k, k_stats) = lap(
+        "gather and moments of q, k", lambda: [gather_with_statistics(x, p, BLOCK, fused=True) for x, p in pairs]
+    )
+    v, v_mean = lap("gather and means of v", lambda: gather_with_means(v, order.key, BLOCK, fused=True))
+    scores = lap("scores", lambda: ba_att.block_scores(q_stats, k_stats))
     kept = ba_att.kept_blocks(scores.shape[-1], density)
     index = lap("selection", lambda: ba_att.select_blocks(scores, kept))
-    out = lap("attention", lambda: block_sparse_attention(q, k, v, index, block_size=BLOCK))
-    lap("undo", lambda: ba_att.undo_order(out, order.query))
+    out, lse = lap("attention", lambda: block_sparse_attention(q, k, v, index, block_size=BLOCK, return_lse=True))
+    mask = lap("mask", lambda: ba_att.block_mask(index, None, scores.shape[-1]))
+    means = (k_stats.mean, v_mean, k_stats.size)
+    out, _ = lap(
+        "centroids", lambda: add_centroids(out, lse, q, *means, mask, block_size=BLOCK, scale=128**-0.5, fused=True)
+    )
+    lap("undo", lambda: scatter_tokens(out, order.query, fused=True))
     return times
 
 
@@ -94,9 +103,12 @@ def measure(grid: tuple[int, int, int], heads: int) -> dict:
         with sdpa_kernel(backend):
             row["dense_ms"][backend.name] = milliseconds(lambda: scaled_dot_product_attention(q, k, v))
     per_head = torch.arange(heads, device="cuda") % len(ba_att.CANDIDATE_ORDERS)
-    for name, orders in (("raster", "raster"), ("hilbert", "hilbert"), ("an order per head", per_head)):
+    cases = (("raster, no centroids", "raster", "none"), ("raster", "raster", "centroid"),
+             ("hilbert", "hilbert", "centroid"), ("an order per head", per_head, "centroid"))  # fmt: skip
+    for name, orders, compensate in cases:
         for sparsity in SPARSITIES:
             options = {"grid_thw": grid, "orders": orders, "density": 1 - sparsity, "block_size": BLOCK}
+            options["compensate"] = compensate
 
             def call(options: dict = options) -> object:
                 return ba_att.ba_attention(q, k, v, **options)
@@ -107,7 +119,7 @@ def measure(grid: tuple[int, int, int], heads: int) -> dict:
             except RuntimeError as problem:
                 entry["graph_ms"], entry["no_graph"] = None, str(problem).splitlines()[0]
             entry["speedup"] = {dense: ms / entry["ms"] for dense, ms in row["dense_ms"].items()}
-            if sparsity == 0.5:
+            if sparsity == 0.5 and compensate != "none":
                 entry["stages_ms"] = stages(q, k, v, orders, 0.5, grid)
             row["calls"][f"{name}, {sparsity:.0%} skipped"] = entry
     row["calibration_ms"] = milliseconds(
