@@ -1,0 +1,353 @@
+"""The study of pixel DiT's attention: variants trained on the same budget of pictures, then sampled and measured.
+
+    PYTHONPATH=. python benchmarks/pixel_dit_study.py train --data .data/emoji --work WORK --side 64 [--variants A,B]
+    PYTHONPATH=. python benchmarks/pixel_dit_study.py sample --work WORK --side 64 [--variants A,B] [--samples 5000]
+    PYTHONPATH=. python benchmarks/pixel_dit_study.py measure --data .data/emoji --work WORK --side 64
+    PYTHONPATH=. python benchmarks/pixel_dit_study.py report --work WORK --out benchmarks/results/h200
+
+`train` and `sample` need a CUDA GPU; each variant runs in a process of its own, and what is finished is skipped, so a
+call can be repeated in legs (`--max-seconds`: no variant begins after that; one in training pauses and goes on in the
+next call). `--shard 0/2` takes every second variant: one process for each GPU, with CUDA_VISIBLE_DEVICES. At 128 pixels
+every variant begins with its own weights of 64, when WORK holds them. `measure` needs no GPU, but the feature network
+(`diffsieve weights effnet` and the extra eval). `report` writes `pixel_dit_study.json` and a chart of the losses.
+
+The distance compares samples with the whole training set at that size, whose moments are exact: it is the population.
+Training: embedded model's shape (8 layers, 4 heads of 64), AdamW 1e-4 after a warm-up, betas .9/.999, weight decay
+.01, clip 1, EMA .9999 at most, bf16, no guidance in sampling, 20 Euler steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from diffsieve.compare.charts import Series, line_chart
+from diffsieve.compare.report import versions
+from diffsieve.pipelines.training.checkpoint import write_atomically, write_json
+from diffsieve.pipelines.training.pixel_dit.config import PixelTrainConfig
+from diffsieve.pipelines.training.pixel_dit.images import load_images
+from diffsieve.pipelines.training.pixel_dit.run import train_pixel_dit
+from diffsieve.pipelines.training.pixel_dit.sampling import build_pipeline, contact_sheet, generate
+from diffsieve.pipelines.training.pixel_dit.stage import load_transformer
+
+BLOCK, TOPK = 16, 8
+BATCH = {64: 64, 128: 16}
+IMAGES = {64: 150_000, 128: 50_000}
+PAUSED = 3
+
+
+def variants(side: int) -> dict[str, dict[str, Any]]:
+    """Settings of the model for each variant at a picture size; the form of reference is "llsa"."""
+    levels = 2 if side >= 128 else 1  # what "auto" takes
+    pooled = math.ceil(side**2 / BLOCK**levels)
+    equal = math.ceil((levels * TOPK * BLOCK + pooled) / BLOCK)
+    return {
+        "full": {"attention_method": "full"},
+        "llsa": {},
+        "llsa disjoint": {"disjoint": True},
+        "llsa without weights": {},  # see `drop_weights`
+        "llsa without enrichment": {"enrich": False},
+        "top-k equal keys": {"attention_method": "topk", "topk": equal},
+        "llsa Morton": {"token_order": "morton"},
+        "llsa raster": {"token_order": "raster"},
+        f"llsa {3 - levels} level{'s' if levels == 1 else ''}": {"levels": 3 - levels},
+    }
+
+
+def keys_per_query(side: int, settings: dict[str, Any]) -> int:
+    """How many keys and pooled tokens a query attends to, at most."""
+    tokens, method = side**2, settings.get("attention_method", "llsa")
+    if method == "full":
+        return tokens
+    topk = settings.get("topk", TOPK)
+    if method == "topk" or not settings.get("enrich", True):
+        return min(tokens, topk * BLOCK)
+    levels = settings.get("levels", 2 if side >= 128 else 1)
+    return levels * topk * BLOCK + math.ceil(tokens / BLOCK**levels)
+
+
+def settings_of(name: str, side: int, images: int) -> PixelTrainConfig:
+    batch = BATCH[side]
+    return PixelTrainConfig.from_dict(
+        {
+            "model": variants(side)[name],
+            "dit": {
+                "steps": images // batch,
+                "phases": [{"side": side, "batch_size": batch}],
+                "optimizer": "adamw",
+                "adam_lr": 1e-4,
+                "adam_beta2": 0.999,
+                "adam_weight_decay": 0.01,
+                "warmup": min(0.5, 500 * batch / images),
+                "hold": 1.0,
+                "ema_decay": 0.9999,
+                "log_every": 20,
+                "save_every": 60.0,
+                "sample_every": 0.0,
+            },
+            "sampling": {"images": 54, "batch_size": 18, "guidance_scale": 1.0},
+        }
+    )
+
+
+@triton.jit
+def unweighted(length, n_l, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
+    b_zero = tl.full([1], 0.0, dtype=tl.float32)
+    return b_zero, b_zero
+
+
+def drop_weights() -> None:
+    """Let pooled tokens count once, whatever they stand for: the ablation without weights, for this process alone.
+
+    The kernels read the weight through one function; another one in its place gives kernels of their own.
+    """
+    from diffsieve.kernels.llsa import backward_kernels, forward_kernels
+
+    for module in (forward_kernels, backward_kernels):
+        module.log2_weights = unweighted  # type: ignore[attr-defined]
+
+
+def check_without_weights(device: str = "cuda", length: int = 1000) -> float:
+    """Relative error of the kernels without weights, output and gradients, against the definition in float32.
+
+    Raises:
+        SystemExit: it is too large.
+    """
+    from diffsieve.kernels.llsa import hierarchical_topk, llsa_attention
+
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, g = (torch.randn(1, 2, length, 64, device=device, generator=generator) for _ in range(4))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    lists = hierarchical_topk(q.detach(), k.detach(), block_size=BLOCK, topk=TOPK, levels=1)
+    out = llsa_attention(*inputs, block_size=BLOCK, levels=1, indices=lists, backend="triton")
+    assert isinstance(out, torch.Tensor)
+    ours = [out, *torch.autograd.grad(out, inputs, g)]
+    blocks = math.ceil(length / BLOCK)
+    pads = [
+        torch.nn.functional.pad(x, (0, 0, 0, blocks * BLOCK - length)).unflatten(2, (-1, BLOCK)).sum(3) for x in (k, v)
+    ]
+    counts = torch.full((blocks, 1), float(BLOCK), device=device)
+    counts[-1] = length - (blocks - 1) * BLOCK
+    keys, values = (torch.cat([x, p / counts], dim=2) for x, p in zip((k, v), pads, strict=True))
+    kept = torch.zeros(1, 2, blocks, blocks, dtype=torch.bool, device=device)
+    kept.scatter_(-1, lists[0].long(), True)
+    raw = kept.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, :length, :length]
+    mask = torch.cat([raw, raw.new_ones(1, 2, length, blocks)], dim=-1)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    theirs = [expected, *torch.autograd.grad(expected, inputs, g)]
+    error = max(float(((a - b).norm() / b.norm()).detach()) for a, b in zip(ours, theirs, strict=True))
+    if not error < 5e-3:
+        raise SystemExit(f"the kernels without weights must agree with the definition, got a relative error of {error}")
+    return error
+
+
+def train_one(name: str, arguments: argparse.Namespace) -> int:
+    """Train a variant in this process; the exit code says whether it paused."""
+    if name == "llsa without weights":
+        drop_weights()
+        print(f"{name}: relative error {check_without_weights():.2e}", flush=True)
+    out = folder_of(arguments.work, arguments.side, name)
+    start = folder_of(arguments.work, 64, name) if arguments.side > 64 else None
+    resumed = (out / "dit" / "state.pt").is_file()
+    summary = train_pixel_dit(
+        out,
+        arguments.data,
+        None if resumed else settings_of(name, arguments.side, arguments.images or IMAGES[arguments.side]),
+        max_seconds=arguments.max_seconds,
+        pause=arguments.max_seconds is not None,
+        resume=resumed,
+        start_from=start if start is not None and (start / "model").is_dir() else None,
+        report=lambda entry: (
+            print(
+                f"{name}: step {entry.step} ({entry.progress:.0%}) loss {entry.losses['loss']:.4f}, "
+                f"{entry.samples_per_second:.0f} pictures/s, {entry.memory_gib:.1f} GiB",
+                flush=True,
+            )
+            if entry.step % 200 == 0
+            else None
+        ),
+    )
+    return 0 if summary["finished"] else PAUSED
+
+
+def sample_one(name: str, arguments: argparse.Namespace) -> int:
+    """Draw the samples of a trained variant: `samples.npz` and a contact sheet."""
+    if name == "llsa without weights":
+        drop_weights()
+    out = folder_of(arguments.work, arguments.side, name)
+    if not (out / "model").is_dir():
+        print(f"{name}: not trained yet")
+        return 0
+    config = PixelTrainConfig.from_dict(json.loads((out / "settings.json").read_text()))
+    classes = json.loads((out / "dit" / "data.json").read_text())["classes"]
+    transformer = load_transformer(config, out / "dit", len(classes)).to("cuda", torch.bfloat16)
+    pipe = build_pipeline(transformer, classes, config.sampling)
+    wide = replace(config.sampling, batch_size=arguments.batch)
+    started = time.monotonic()
+    pictures, labels = generate(pipe, wide, count=arguments.samples)
+    seconds = time.monotonic() - started
+    write_atomically(out / "samples.npz", lambda path: _save_samples(path, pictures))
+    contact_sheet(pictures[:81], labels[:81], classes).save(out / "samples.png")
+    memory = torch.cuda.max_memory_allocated() / 2**30
+    write_json(out / "samples.json", {"samples": len(pictures), "seconds": seconds, "memory_gib": memory})
+    print(f"{name}: {len(pictures)} samples in {seconds:.0f} s, {memory:.1f} GiB", flush=True)
+    return 0
+
+
+def _save_samples(path: Path, pictures: torch.Tensor) -> None:
+    with path.open("wb") as file:
+        np.savez_compressed(file, pictures=pictures.numpy())
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Write the Fréchet distance of every variant that has samples to `distance.json` in its folder."""
+    from diffsieve.eval.features import load_features
+    from diffsieve.eval.frechet import FeatureMoments, frechet_distance
+
+    network = load_features(weights=arguments.weights, device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def moments(pictures: torch.Tensor) -> FeatureMoments:
+        found = FeatureMoments(network.dimensions)
+        for part in pictures.split(64):
+            found.update(network.features_of(part))
+        return found
+
+    population = None
+    for name in variants(arguments.side):
+        out = folder_of(arguments.work, arguments.side, name)
+        if not (out / "samples.npz").is_file() or (out / "distance.json").is_file():
+            continue
+        if population is None:
+            population = moments(load_images(arguments.data, arguments.side).pixels)
+        samples = moments(torch.from_numpy(np.load(out / "samples.npz", allow_pickle=False)["pictures"]))
+        value = frechet_distance(population.mean, population.covariance, samples.mean, samples.covariance)
+        figures = {
+            "name": f"fd[{network.name}]",
+            "value": value,
+            "samples": samples.count,
+            "population": population.count,
+        }
+        write_json(out / "distance.json", figures)
+        print(f"{arguments.side} {name}: {figures['name']} {value:.3f}", flush=True)
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Collect every figure in one file, and draw the losses."""
+    sizes = {}
+    for side in BATCH:
+        rows, lines = {}, []
+        for name, settings in variants(side).items():
+            out = folder_of(arguments.work, side, name)
+            if not (out / "dit" / "log.jsonl").is_file():
+                continue
+            log = [json.loads(line) for line in (out / "dit" / "log.jsonl").read_text().splitlines()]
+            steady = sorted(line["samples_per_second"] for line in log[len(log) // 4 :])
+            rate = steady[len(steady) // 2]
+            batch = BATCH[side]
+            row: dict[str, Any] = {
+                "model": asdict(settings_of(name, side, IMAGES[side]).model),
+                "keys_per_query": keys_per_query(side, settings),
+                "images": log[-1]["step"] * batch * log[-1]["processes"],
+                "finished": log[-1]["progress"] >= 1,
+                "train_images_per_s": rate,
+                "train_tokens_per_s": rate * side**2,
+                "train_memory_gib": max(line["memory_gib"] for line in log),
+                "loss_last_tenth": _mean([line["losses"]["loss"] for line in log[-max(1, len(log) // 10) :]]),
+            }
+            for file in ("samples", "distance"):
+                if (out / f"{file}.json").is_file():
+                    row[file] = json.loads((out / f"{file}.json").read_text())
+            rows[name] = row
+            lines.append(Series(name, _curve(log, batch)))
+        sizes[str(side)] = rows
+        if lines:
+            chart = line_chart(f"{side} x {side}", lines, x_label="thousand pictures", y_label="loss")
+            target = arguments.out / f"pixel_dit_study_{side}.svg"
+            write_atomically(target, lambda path, chart=chart: path.write_text(chart, encoding="utf-8"))
+    values = {"command": " ".join(["python", *sys.argv]), "versions": versions(), "sides": sizes}
+    write_json(arguments.out / "pixel_dit_study.json", values)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _curve(log: list[dict[str, Any]], batch: int) -> list[tuple[float, float | None]]:
+    """Forty points: the mean loss of a stretch of the log."""
+    size = max(1, len(log) // 40)
+    parts = [log[i : i + size] for i in range(0, len(log), size)]
+    return [(part[-1]["step"] * batch / 1000, _mean([line["losses"]["loss"] for line in part])) for part in parts]
+
+
+def folder_of(work: Path, side: int, name: str) -> Path:
+    slug = "".join(letter if letter.isalnum() else "-" for letter in name).replace("--", "-")
+    return work / str(side) / slug
+
+
+def run_all(arguments: argparse.Namespace) -> int:
+    """Each variant of this shard in a process of its own; returns 3 when something is left to do."""
+    names = arguments.variants.split(",") if arguments.variants else list(variants(arguments.side))
+    unknown = [name for name in names if name not in variants(arguments.side)]
+    if unknown:
+        raise SystemExit(f"variants must be among: {', '.join(variants(arguments.side))}; got {unknown[0]}")
+    number, count = (int(part) for part in arguments.shard.split("/"))
+    deadline = None if arguments.max_seconds is None else time.monotonic() + arguments.max_seconds
+    left = False
+    done_file = {"train": "model/model_index.json", "sample": "samples.json"}[arguments.command]
+    for name in names[number::count]:
+        if (folder_of(arguments.work, arguments.side, name) / done_file).is_file():
+            continue
+        words = [sys.executable, __file__, *sys.argv[1:], "--one", name]
+        if deadline is not None:
+            if deadline - time.monotonic() < 30:
+                left = True
+                break
+            words += ["--max-seconds", f"{deadline - time.monotonic():.0f}"]
+        code = subprocess.run(words, env=os.environ, check=False).returncode
+        if code == PAUSED:
+            left = True
+        elif code:
+            print(f"{name}: failed with exit code {code}", flush=True)
+            left = True
+    return PAUSED if left else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("train", "sample", "measure", "report"))
+    parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--data", type=Path, default=Path(".data/emoji"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
+    parser.add_argument("--side", type=int, choices=sorted(BATCH), default=64)
+    parser.add_argument("--variants", help="names, joined by commas; default all")
+    parser.add_argument("--images", type=int, help="budget of training pictures")
+    parser.add_argument("--samples", type=int, default=5000)
+    parser.add_argument("--batch", type=int, default=64, help="pictures sampled together")
+    parser.add_argument("--shard", default="0/1")
+    parser.add_argument("--max-seconds", type=float)
+    parser.add_argument("--weights", type=Path, help="file of the feature network, where it is not in the cache")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        one = {"train": train_one, "sample": sample_one}[arguments.command]
+        raise SystemExit(one(arguments.one, arguments))
+    if arguments.command in ("train", "sample"):
+        raise SystemExit(run_all(arguments))
+    {"measure": measure, "report": report}[arguments.command](arguments)
+
+
+if __name__ == "__main__":
+    main()
