@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -217,19 +216,6 @@ def test_a_step_of_training_equals_that_of_the_definition():
             optimiser.step()
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-
-
-def test_data_parallel_training_has_the_same_gradients():
-    model, x = layer()
-    model(x).sum().backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        nn.parallel.DistributedDataParallel(model)(x).sum().backward()
-    finally:
-        dist.destroy_process_group()
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
 
 
 def test_inference_mode_and_no_grad():
