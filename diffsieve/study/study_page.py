@@ -35,6 +35,8 @@ def study_page(report: Mapping[str, Any]) -> Page:
             f"steps {', '.join(map(str, recall['steps']))}"
         )
         notes += [_bound_note(order, figures) for order, figures in recall["bound"].items()]
+        default = [row for row in recall["rows"] if row["variant"] == "default"]
+        notes += [_calibration_note(row) for row in default if "predicted" in row]
     return Page("Which blocks to keep: a study", facts, study_table(report), notes, _charts(report))
 
 
@@ -108,6 +110,15 @@ def _bound_note(order: str, figures: Mapping[str, Any]) -> str:
     return (
         f"the paper's bound U against the largest deviation, order {order}: r {'-' if r is None else f'{r:.3f}'} on "
         f"average over heads; mean bound {figures['bound']:.3g}, mean deviation {figures['deviation']:.3g}"
+    )
+
+
+def _calibration_note(row: Mapping[str, Any]) -> str:
+    found = row["predicted"]
+    return (
+        f"self-calibration of {row['variant']} at {100 * row['sparsity']:.4g} %: recall {found['predicted']:.3f} "
+        f"predicted in the last dense step, {found['got']:.3f} got in later ones; "
+        f"{found['absolute_difference']:.3f} apart on average over heads"
     )
 
 

@@ -39,7 +39,8 @@ def test_from_capture_to_the_table(model, tmp_path, capsys):
     assert "[3/3, 0:00:00 left]" in output.err
     assert run_main("study", "report", out) == 0
     table = capsys.readouterr().out
-    for word in ("noise floor", "default", "paper", "60 %", "recall", "PSNR, dB", "the paper's bound U"):
+    words = ("noise floor", "default", "paper", "60 %", "recall", "PSNR, dB", "the paper's bound U", "predicted in")
+    for word in words:
         assert word in table, word
     assert {"study.json", "study.html"} <= {path.name for path in out.iterdir()}
 
