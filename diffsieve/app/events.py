@@ -66,6 +66,9 @@ class _Events:
             ask.model.input(self.on_load, ask.model, [page.status, *ask.list()], show_progress_on=page.status,
                             show_progress="minimal", **MODEL_QUEUE, **private)  # fmt: skip
 
+            own = [ask.preset, ask.sparsity, ask.warmup, ask.min_tokens, ask.topk, ask.block_size]
+            ask.method.input(self.on_method, ask.method, own, show_progress="hidden", queue=False, **private)
+
             place = [page.current, attention.layer, attention.step, attention.head]
             token = [attention.frame, attention.row, attention.column]
             pictures = [attention.mask, attention.picture, attention.told]
@@ -173,6 +176,12 @@ class _Events:
             ask.guidance: defaults.guidance_scale,
         }
 
+    def on_method(self, method: Any) -> tuple[Any, ...]:
+        """Show the controls of a method, with its own block size."""
+        ba_att = method != "llsa"
+        shown = [gr.update(visible=ba_att) for _ in range(4)]
+        return *shown, gr.update(visible=not ba_att), 128 if ba_att else 16
+
     def on_example(self, number: Any) -> dict[Any, Any]:
         examples = [run for run in self.handlers.runs() if run.example]
         if not isinstance(number, int) or not 0 <= number < len(examples):
@@ -194,10 +203,16 @@ class _Events:
             ask.negative_prompt: settings["negative_prompt"] or "",
             ask.seed: run.clip["seed"],
             ask.guidance: settings["guidance_scale"],
-            ask.min_tokens: settings["min_tokens"],
         }
-        names = ("method", "preset", "sparsity", "warmup", "steps", "frames", "width", "height", "block_size")
+        own = (ask.preset, ask.sparsity, ask.warmup, ask.min_tokens, ask.topk)
+        llsa = settings["method"] == "llsa"
+        visible = {control: gr.update(visible=llsa == (control is ask.topk)) for control in own}
+        names = ("method", "steps", "frames", "width", "height", "block_size")
         updates |= {getattr(ask, name): settings[name] for name in names if settings[name] is not None}
+        for name in ("topk",) if llsa else ("preset", "sparsity", "warmup", "min_tokens"):
+            if settings.get(name) is not None or name == "min_tokens":
+                visible[getattr(ask, name)] = gr.update(visible=True, value=settings.get(name))
+        updates |= visible
         return updates | ({ask.model: settings["model"]} if settings["model"] in self.handlers.shelf.names else {})
 
     def _show(self, run: Run, tab: str | None = "compare") -> dict[Any, Any]:

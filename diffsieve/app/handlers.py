@@ -89,7 +89,7 @@ class Handlers:
             owner: session of the client.
             tell: progress.
         """
-        values = check_sweep(sparsities, self.limits)
+        values = check_sweep(request, sparsities, self.limits)
         configs = [
             check_request(dataclasses.replace(request, sparsity=value), self.limits, self.shelf.names)
             for value in values

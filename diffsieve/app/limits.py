@@ -61,6 +61,8 @@ class Request:
         guidance: classifier-free guidance.
         block_size: tokens of a block.
         min_tokens: shorter sequences run dense; `None` leaves it to the method.
+        topk: blocks that a query keeps per level, with LLSA; which takes no preset, sparsity, warm-up and min_tokens,
+            so that these are not looked at.
     """
 
     model: Any
@@ -78,6 +80,7 @@ class Request:
     guidance: Any
     block_size: Any = 128
     min_tokens: Any = None
+    topk: Any = 8
 
 
 def check_request(request: Request, limits: Limits, models: Sequence[str]) -> CompareConfig:
@@ -113,9 +116,6 @@ def check_request(request: Request, limits: Limits, models: Sequence[str]) -> Co
         prompt=(prompt,),
         negative_prompt=negative or None,
         method=method,
-        preset=_choice("preset", request.preset, PRESETS),
-        sparsity=number("sparsity", request.sparsity, 0.0, 0.99),
-        warmup=number("warm-up", request.warmup, 0.0, 1.0),
         steps=steps,
         frames=frames,
         width=width,
@@ -123,18 +123,34 @@ def check_request(request: Request, limits: Limits, models: Sequence[str]) -> Co
         seed=(whole("seed", request.seed, 0, 2**31 - 1),),
         guidance_scale=number("guidance", request.guidance, 0.0, 30.0),
         block_size=whole("block size", request.block_size, 4, 1024),
-        min_tokens=None if request.min_tokens in (None, "") else whole("min tokens", request.min_tokens, 0, 10**7),
         save_masks=True,
         out=Path("-"),
+        **(_llsa(request) if method == "llsa" else _ba_att(request)),
     )
 
 
-def check_sweep(values: Any, limits: Limits) -> list[float]:
+def _ba_att(request: Request) -> dict[str, Any]:
+    shortest = request.min_tokens
+    return {
+        "preset": _choice("preset", request.preset, PRESETS),
+        "sparsity": number("sparsity", request.sparsity, 0.0, 0.99),
+        "warmup": number("warm-up", request.warmup, 0.0, 1.0),
+        "min_tokens": None if shortest in (None, "") else whole("min tokens", shortest, 0, 10**7),
+    }
+
+
+def _llsa(request: Request) -> dict[str, Any]:
+    return {"topk": whole("top k", request.topk, 1, 1024)}
+
+
+def check_sweep(request: Request, values: Any, limits: Limits) -> list[float]:
     """Return the sparsities of a sweep, ascending, each once.
 
     Raises:
-        UserInputError: none, too many, or one that is out of range.
+        UserInputError: none, too many, or one that is out of range; a method that has no sparsity.
     """
+    if request.method != "ba-att":
+        raise UserInputError(f"a sweep over sparsities needs the method ba-att, got {shown(request.method)}")
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise UserInputError(f"sparsities must be a list of numbers, got {shown(values)}")
     if not 1 <= len(values) <= limits.sweep:

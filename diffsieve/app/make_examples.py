@@ -47,8 +47,7 @@ def make_examples(target: Path, *, pipe: Any | None = None, chosen: Sequence[tup
         Bytes of all examples.
     """
     pipe = pipe if pipe is not None else load_pipeline(MINI_WAN)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".examples-") as work:
+    with tempfile.TemporaryDirectory(prefix="diffsieve-examples-") as work:
         ready = Path(work) / "ready"
         for number, (prompt, sparsity) in enumerate(chosen, start=1):
             config = CompareConfig(
@@ -65,7 +64,7 @@ def make_examples(target: Path, *, pipe: Any | None = None, chosen: Sequence[tup
             slim(config.out, ready / f"example-{number}")
         if target.exists():
             shutil.rmtree(target)
-        ready.rename(target)
+        shutil.copytree(ready, target)
     return sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
 
 

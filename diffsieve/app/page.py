@@ -39,6 +39,7 @@ class Ask:
     guidance: Any
     block_size: Any
     min_tokens: Any
+    topk: Any
 
     def list(self) -> list[Any]:
         return [getattr(self, field.name) for field in dataclasses.fields(self)]
@@ -180,8 +181,6 @@ def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str
                     run = gr.Button("Compare", variant="primary", size="md", elem_id="ds-run")
                     cancel = gr.Button("Cancel", variant="stop", size="md", elem_id="ds-cancel", interactive=False)
                 status = gr.HTML(views.status("Ready."), elem_id="ds-told")
-            with gr.Column(elem_id="ds-settings"):
-                ask = _settings(models, first, limits, prompt, examples)
                 shown = [[views.run_title(run)] for run in examples]
                 labels = [f"{run.clip['prompt']}, {views.run_label(run)}" for run in examples]
                 chosen = gr.Dataset(
@@ -193,6 +192,8 @@ def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str
                     visible=bool(examples),
                     elem_id="ds-examples",
                 )
+            with gr.Column(elem_id="ds-settings"):
+                ask = _settings(models, first, limits, prompt)
             with gr.Column(elem_id="ds-results"), gr.Tabs(selected="compare") as tabs:
                 results, attention = _result_tabs()
                 with gr.Tab("Sweep", id="sweep"):
@@ -214,7 +215,7 @@ def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str
                 gallery)  # fmt: skip
 
 
-def _settings(models: list[str], first: LoadedModel, limits: Limits, prompt: Any, examples: list[Run]) -> Ask:
+def _settings(models: list[str], first: LoadedModel, limits: Limits, prompt: Any) -> Ask:
     defaults = first.defaults
     with gr.Group():
         model = gr.Dropdown(models, value=first.name, label="Model", interactive=True, visible=True)
@@ -223,6 +224,7 @@ def _settings(models: list[str], first: LoadedModel, limits: Limits, prompt: Any
                                  min_width=120)  # fmt: skip
             preset = gr.Dropdown(list(PRESETS), value="default", label="Preset", min_width=120)
         sparsity = gr.Slider(0, 0.95, value=0.5, step=0.05, label="Sparsity, share of block pairs skipped")
+        topk = gr.Number(8, label="Top k, blocks kept per level", visible=False)
         warmup = gr.Slider(0, 1, value=0.2, step=0.05, label="Warm-up, share of the steps that run dense first")
     with gr.Group():
         with gr.Row():
@@ -240,7 +242,7 @@ def _settings(models: list[str], first: LoadedModel, limits: Limits, prompt: Any
             min_tokens = gr.Number(None, label="Shortest sparse sequence, tokens", info="empty: where it pays",
                                    min_width=120)  # fmt: skip
     return Ask(model, prompt, negative, method, preset, sparsity, warmup, steps, frames, width, height, seed, guidance,
-               block_size, min_tokens)  # fmt: skip
+               block_size, min_tokens, topk)  # fmt: skip
 
 
 def _result_tabs() -> tuple[Results, Attention]:

@@ -78,7 +78,7 @@ def facts(run: Run) -> str:
         ("prompt", clip["prompt"]),
         ("negative prompt", settings["negative_prompt"] or "none"),
         ("model", settings["model"]),
-        ("method", f"{run_label(run)}, warm-up {_share(settings['warmup'])} % of the steps"),
+        ("method", run_label(run) + _warmup(settings["attention"].get("warmup_steps"))),
         ("clip", f"{settings['frames']} frames of {settings['width']} x {settings['height']} pixels"),
         ("steps, guidance, seed", f"{settings['steps']}, {settings['guidance_scale']:g}, {clip['seed']}"),
         ("attention kernel", f"dense: PyTorch SDPA; sparse: {clip['sparsity']['backend'] or 'none ran'}"),
@@ -198,10 +198,11 @@ def sweep_charts(runs: Sequence[Run]) -> str:
 
 
 def run_label(run: Run) -> str:
-    """Return what to call the sparse side of a run, such as "BA-Att 50 %"."""
+    """Return what to call the sparse side of a run, such as "BA-Att 50 %" or "LLSA top 8"."""
     settings = run.report["settings"]
-    label = METHODS[settings["method"]].label
-    return f"{label} {100 * settings['sparsity']:.4g} %"
+    if settings["method"] == "llsa":
+        return f"{METHODS['llsa'].label} top {settings['attention']['topk']}"
+    return f"{METHODS[settings['method']].label} {100 * settings['sparsity']:.4g} %"
 
 
 def run_title(run: Run) -> str:
@@ -261,6 +262,12 @@ def _value(name: str, result: Mapping[str, Any] | None) -> str:
     if result["mean"] is None:
         return f"not computed: {without_paths(result['reason'])}"
     return metric_text(name, result["mean"])
+
+
+def _warmup(steps: int | float | None) -> str:
+    if steps is None:
+        return ""
+    return f", warm-up {100 * steps:.4g} % of the steps" if isinstance(steps, float) else f", {steps} warm-up steps"
 
 
 def _size(size: int) -> str:

@@ -36,9 +36,10 @@ def compare(
     save_masks: Annotated[
         bool, typer.Option("--save-masks", help="Keep the block masks of the sparse layers and steps as .npz.")
     ] = False,
-    method: Annotated[str, typer.Option("--method", help="ba-att.", rich_help_panel="Method")] = "ba-att",
+    method: Annotated[str, typer.Option("--method", help="ba-att or llsa.", rich_help_panel="Method")] = "ba-att",
     preset: flags.Preset = None,
-    sparsity: flags.Sparsity = 0.5,
+    sparsity: flags.Sparsity = None,
+    topk: flags.TopK = None,
     warmup: flags.Warmup = None,
     block_size: flags.BlockSize = None,
     min_tokens: flags.MinTokens = None,

@@ -43,7 +43,17 @@ Preset = Annotated[
     ),
 ]
 Sparsity = Annotated[
-    float, typer.Option("--sparsity", help="Share of block pairs skipped in sparse steps.", rich_help_panel=_METHOD)
+    float | None,
+    typer.Option(
+        "--sparsity",
+        help="BA-Att: share of block pairs skipped in sparse steps.",
+        show_default="0.5",
+        rich_help_panel=_METHOD,
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option("--topk", help="LLSA: blocks kept per level.", show_default="8", rich_help_panel=_METHOD),
 ]
 Warmup = Annotated[
     Any,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 DENSE = "dense"
 AUTO = "auto"
 DEFAULT_METHOD = "ba-att"
+DEFAULT_SPARSITY = 0.5
 MAX_TEXT_TOKENS = 4096
 
 
@@ -30,6 +31,8 @@ class RunConfig:
         method: the sparse attention, one of `METHODS`.
         preset: of the method; `None` takes the method's own first choice.
         sparsity: share of the block pairs skipped in sparse steps, in [0, 1). More is faster and further from dense.
+            BA-Att alone, 0.5 where `None`.
+        topk: blocks that each query keeps per level, LLSA alone.
         steps: denoising steps.
         warmup: dense steps at the start: a number of steps (int) or a share of all (float in [0, 1]). More is slower
             and closer to dense.
@@ -53,7 +56,8 @@ class RunConfig:
     model: str = MINI_WAN
     method: str = DEFAULT_METHOD
     preset: str | None = None
-    sparsity: float = 0.5
+    sparsity: float | None = None
+    topk: int | None = None
     steps: int | None = None
     warmup: int | float | None = None
     block_size: int | None = None
@@ -73,7 +77,9 @@ class RunConfig:
     out: Path = Path("outputs")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "frames", "height", "width", "block_size", "max_sequence_length", "fps"):
+        if self.sparsity is None and self.method == DEFAULT_METHOD:
+            object.__setattr__(self, "sparsity", DEFAULT_SPARSITY)
+        for name in ("steps", "frames", "height", "width", "block_size", "topk", "max_sequence_length", "fps"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UserInputError(f"{name} must be a positive integer, got {value!r}")

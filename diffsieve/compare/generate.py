@@ -13,6 +13,7 @@ from .config import AUTO, DEFAULT_METHOD, DENSE, GenerateConfig
 from .files import remove_parts, write_json
 from .folder import REPORT, check_writable, item_name
 from .generate_images import generate_images, is_image_pipeline
+from .methods import METHODS
 from .prepare import prepare, resolve_place
 from .progress import ItemProgress, ProgressCallback
 from .report import GENERATE_SCHEMA, clip_seconds, environment, now
@@ -48,7 +49,7 @@ def generate(
         BackendUnavailableError: the named backend cannot run here.
         DiffsieveError: a clip holds NaN, or ffmpeg failed.
     """
-    from ..processors import apply_sparse_attention, remove_sparse_attention, sparsity_summary
+    from ..processors import apply_sparse_attention, remove_sparse_attention
 
     config = resolve_place(config, pipe)
     check_writable(config.out)
@@ -88,7 +89,7 @@ def generate(
                     "seed": seed,
                     "file": target.name,
                     "seconds": clip_seconds(clip),
-                    "sparsity": None if run == DENSE else sparsity_summary(pipe).to_dict(),
+                    "sparsity": None if run == DENSE else METHODS[config.method].measured(pipe, config.steps),
                 }
             )
             teller.tell(run, "done", config.steps)

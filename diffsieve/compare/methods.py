@@ -6,22 +6,44 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UserInputError
+
 if TYPE_CHECKING:
-    from ..processors import BAAttConfig
+    from ..processors import BAAttConfig, LLSAConfig
     from .config import RunConfig
+
+UNTRAINED = (
+    "LLSA changes the output of a model that was not trained with it: this shows how far, not how well LLSA works"
+)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method: what pictures and tables call it, and its configuration made from the run's arguments."""
+    """A method.
+
+    Args:
+        label: what pictures and tables call it.
+        config: makes its configuration from the run's arguments; refuses those that have no meaning for it.
+        amount: says in a word or two how much a configuration keeps or skips.
+        measured: (pipeline, steps of the run) -> what it did in the latest run, with the keys of `SparsitySummary`
+            that tables read: densities, steps, backend, notes.
+    """
 
     label: str
     config: Callable[[RunConfig], Any]
+    amount: Callable[[Any], str]
+    measured: Callable[[Any, int], dict[str, Any]]
+
+
+def method_label(method: str, attention: Any) -> str:
+    """Return what pictures call a sparse run, such as `BA-Att 50 %`: what was asked for, as measured shares vary."""
+    return f"{METHODS[method].label} {METHODS[method].amount(attention)}"
 
 
 def _ba_att_config(run: RunConfig) -> BAAttConfig:
     from ..processors import BAAttConfig
 
+    _refuse(run, "ba-att", ("topk",))
     given: dict[str, Any] = {
         "preset": run.preset,
         "warmup_steps": run.warmup,
@@ -32,4 +54,46 @@ def _ba_att_config(run: RunConfig) -> BAAttConfig:
     return BAAttConfig(sparsity=run.sparsity, backend=run.backend, **chosen)
 
 
-METHODS = {"ba-att": Method("BA-Att", _ba_att_config)}
+def _llsa_config(run: RunConfig) -> LLSAConfig:
+    from ..processors import LLSAConfig
+
+    _refuse(run, "llsa", ("preset", "sparsity", "warmup", "min_tokens"))
+    given = {"block_size": run.block_size, "topk": run.topk}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return LLSAConfig(backend=run.backend, **chosen)
+
+
+def _refuse(run: RunConfig, method: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(run, name) is not None:
+            raise UserInputError(f"{name} has no meaning for {method}, got {getattr(run, name)!r}")
+
+
+def _ba_att_measured(pipe: Any, steps: int) -> dict[str, Any]:
+    from ..processors import sparsity_summary
+
+    return sparsity_summary(pipe).to_dict()
+
+
+def _llsa_measured(pipe: Any, steps: int) -> dict[str, Any]:
+    from ..processors import sparsity_summary
+
+    summary = sparsity_summary(pipe).to_dict()
+    sparse, dense = len(summary["layers"]), len(summary["dense_layers"])
+    density = (summary["density"] * sparse + dense) / (sparse + dense)
+    return summary | {
+        "density_overall": density,
+        "density_sparse_steps": density,
+        "steps_total": steps,
+        "steps_dense": 0,
+        "dense_reasons": {},
+        "notes": [UNTRAINED],
+    }
+
+
+METHODS = {
+    "ba-att": Method(
+        "BA-Att", _ba_att_config, lambda attention: f"{100 * (1 - attention.kept):.4g} %", _ba_att_measured
+    ),
+    "llsa": Method("LLSA", _llsa_config, lambda attention: f"top {attention.topk}", _llsa_measured),
+}

@@ -82,11 +82,17 @@ def transformer_of(pipe: Any) -> Any:
 
 def _check_attention(pipe: Any, attention: Any) -> None:
     """Install once and look for the backend, so that a refusal comes before minutes of dense steps."""
-    from ..kernels.block_sparse import choose_backend
-    from ..processors import BAAttProcessor, apply_sparse_attention, remove_sparse_attention
+    from ..kernels import block_sparse, llsa
+    from ..processors import (
+        BAAttProcessor,
+        LLSAConfig,
+        LLSAProcessor,
+        apply_sparse_attention,
+        remove_sparse_attention,
+    )
 
     installed = getattr(transformer_of(pipe), "attn_processors", {}).values()
-    if any(isinstance(processor, BAAttProcessor) for processor in installed):
+    if any(isinstance(processor, BAAttProcessor | LLSAProcessor) for processor in installed):
         raise UserInputError("pipe must be dense, got one with sparse attention; call remove_sparse_attention(pipe)")
     apply_sparse_attention(pipe, attention)
     remove_sparse_attention(pipe)
@@ -95,7 +101,10 @@ def _check_attention(pipe: Any, attention: Any) -> None:
     if head_dim is not None:
         probe = torch.empty(1, device=pipe._execution_device, dtype=transformer.dtype)
         probe = probe.expand(1, 1, 4 * attention.block_size, head_dim)
-        choose_backend(probe, probe, block_size=attention.block_size, backend=attention.backend)
+        if isinstance(attention, LLSAConfig):
+            llsa.choose_backend(probe, block_size=attention.block_size, backend=attention.backend)
+        else:
+            block_sparse.choose_backend(probe, probe, block_size=attention.block_size, backend=attention.backend)
 
 
 def _name(dtype: torch.dtype) -> str:

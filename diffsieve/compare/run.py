@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from PIL import Image
+from typing import Any
 
 from ..errors import UserInputError
 from ..eval import LoadedLpips, MetricResult, lpips, ms_ssim, psnr, psnr_from_mean_mse, ssim
@@ -17,35 +14,17 @@ from . import folder as folders
 from .clip import Clip, generate_clip
 from .clip_file import DenseClips, read_clip, write_clip
 from .compare_page import comparison_page, load_lpips_or_say_why
-from .config import CompareConfig, RunConfig
-from .files import remove_parts, write_frames, write_json, write_png
+from .config import CompareConfig
+from .files import remove_parts, write_frames, write_json
 from .floor import other_kernel
-from .mask_file import MAX_LAYERS, BlockMasks, MaskCollector, spread, write_masks
-from .mask_picture import mask_picture
-from .methods import METHODS
+from .mask_file import MAX_LAYERS, MaskCollector, spread
+from .methods import METHODS, method_label
 from .page import write_page
-from .pictures import difference_clip, difference_picture, side_by_side
+from .pair_files import FILES, write_pair
 from .prepare import Prepared, prepare, resolve_place, transformer_of
 from .progress import ItemProgress, ProgressCallback
 from .report import COMPARE_SCHEMA, clip_seconds, environment, floor_summary, now, speed_up, summary
 from .video import to_uint8, write_mp4
-
-if TYPE_CHECKING:
-    from ..processors import RecordedMask
-
-_FILES = {
-    "dense": "dense.mp4",
-    "sparse": "sparse.mp4",
-    "side_by_side": "side_by_side.mp4",
-    "difference": "difference.png",
-    "difference_clip": "difference.mp4",
-    "mask": "mask.png",
-    "masks": "masks.npz",
-    "dense_frames": "dense_frames.npz",
-    "sparse_frames": "sparse_frames.npz",
-    "floor": "floor.mp4",
-    "floor_frames": "floor_frames.npz",
-}
 
 
 def compare(
@@ -92,8 +71,9 @@ def compare(
         folders.check_same_settings(earlier, given, config.out)
     ready = prepare(config, pipe=pipe, attention=attention)
     config, layer = ready.config, _mask_layer(ready)
-    recorded = _recorded_layers(ready, layer)
-    ready = dataclasses.replace(ready, attention=dataclasses.replace(ready.attention, record_masks=recorded))
+    if layer is not None:
+        recorded = _recorded_layers(ready, layer)
+        ready = dataclasses.replace(ready, attention=dataclasses.replace(ready.attention, record_masks=recorded))
     place = environment(ready.pipe)
     settings = config.settings() | {
         "mask_layer": layer,
@@ -109,7 +89,7 @@ def compare(
         if folders.check_output(config.out, resume=resume, overwrite=overwrite) != earlier:
             raise UserInputError(f"out must not be in use by another run, got {config.out}, which one has just written")
         if earlier is not None and not resume:
-            folders.clear(config.out, earlier, [*_FILES.values(), folders.RECORD])
+            folders.clear(config.out, earlier, [*FILES.values(), folders.RECORD])
         folders.start(config.out, settings, config.prompt, config.seed)
         records = _make_pairs(ready, settings, progress, None if dense_clips is None else DenseClips(dense_clips))
         report = {
@@ -125,7 +105,7 @@ def compare(
             "floor": floor_summary(records),
             "clips": records,
         }
-        page = comparison_page(report, config.out, method_label(config, ready.attention))
+        page = comparison_page(report, config.out, method_label(config.method, ready.attention))
         write_page(config.out / folders.PAGE, page)
         write_json(config.out / folders.REPORT, report)
     return report
@@ -149,7 +129,7 @@ def _make_pairs(
         if record is None:
             folder.mkdir(exist_ok=True)
             remove_parts(folder)
-            dense = _dense_clip(ready, settings, prompt, seed, folder / _FILES["dense_frames"], teller, shared)
+            dense = _dense_clip(ready, settings, prompt, seed, folder / FILES["dense_frames"], teller, shared)
             record = _make_pair(ready, prompt, seed, folder, teller, perceptual, dense)
         records.append(record)
         teller.tell("sparse", "done", config.steps or 0)
@@ -162,16 +142,18 @@ def _sparse_layers(ready: Prepared[CompareConfig]) -> list[int]:
     return [layer for layer in range(layers) if layer not in dense]
 
 
-def _recorded_layers(ready: Prepared[CompareConfig], layer: int | None) -> tuple[int, ...]:
+def _recorded_layers(ready: Prepared[CompareConfig], layer: int) -> tuple[int, ...]:
     """Return the layers whose masks are kept: that of the picture, and with `save_masks` others beside it."""
-    if layer is None:
-        return ()
     others = spread(_sparse_layers(ready), MAX_LAYERS - 1) if ready.config.save_masks else []
     return tuple(sorted({layer, *others}))
 
 
 def _mask_layer(ready: Prepared[CompareConfig]) -> int | None:
     """Return the layer whose mask is drawn: the one asked for, else the sparse one nearest to the middle, if any."""
+    if not hasattr(ready.attention, "record_masks"):
+        if ready.config.mask_layer is not None:
+            raise UserInputError(f"mask_layer must be left out for {ready.config.method}, which has no block mask")
+        return None
     sparse, layer = _sparse_layers(ready), ready.config.mask_layer
     if layer is None:
         middle = int(transformer_of(ready.pipe).config.num_layers) // 2
@@ -215,26 +197,28 @@ def _make_pair(
     perceptual: LoadedLpips | MetricResult,
     dense: Clip,
 ) -> dict[str, Any]:
-    from ..processors import apply_sparse_attention, recorded_masks, remove_sparse_attention, sparsity_summary
+    from ..processors import apply_sparse_attention, recorded_masks, remove_sparse_attention
 
     config, pipe = ready.config, ready.pipe
-    paths = {name: folder / file for name, file in _FILES.items()}
+    recorded = getattr(ready.attention, "record_masks", ())
+    paths = {name: folder / file for name, file in FILES.items()}
     apply_sparse_attention(pipe, ready.attention)
     try:
         tell = teller.step_callback("sparse")
         collector = MaskCollector(pipe, config.steps or 0)
 
         def on_step(step: int) -> None:
-            if config.save_masks:
+            if config.save_masks and recorded:
                 collector.after_step(step)
             tell(step)
 
         sparse = generate_clip(pipe, config, prompt=prompt, seed=seed, name="sparse", on_step=on_step)
-        sparsity = sparsity_summary(pipe).to_dict()
+        sparsity = METHODS[config.method].measured(pipe, config.steps or 0)
         ran_sparse = sparsity["density_sparse_steps"] is not None
         mask = None
-        if ran_sparse and ready.attention.record_masks:
-            mask = next(found for found in recorded_masks(pipe) if _number(found.layer) == _mask_layer(ready))
+        if ran_sparse and recorded:
+            drawn = _mask_layer(ready)
+            mask = next(found for found in recorded_masks(pipe) if int(found.layer.rpartition(".")[2]) == drawn)
     finally:
         remove_sparse_attention(pipe)
 
@@ -242,7 +226,7 @@ def _make_pair(
     metrics = _metrics(dense, sparse, perceptual)
     floor, floor_files = _make_floor(ready, prompt, seed, paths, teller, perceptual, dense)
     item = {"prompt": prompt, "seed": seed}
-    written, scale_end = _write_pair(ready, item, paths, (dense, sparse), metrics, mask, collector.result())
+    written, scale_end = write_pair(ready, item, paths, (dense, sparse), metrics, mask, collector.result())
     seconds = {"dense": clip_seconds(dense), "sparse": clip_seconds(sparse)}
     record = {
         **item,
@@ -291,65 +275,6 @@ def _make_floor(
         write_frames(paths["floor_frames"], clip.frames)
     metrics = {metric.name: metric.to_dict() for metric in _metrics(dense, clip, perceptual)}
     return {"kernel": kernel, "metrics": metrics}, ["floor", *(["floor_frames"] if config.save_frames else [])]
-
-
-def _write_pair(
-    ready: Prepared[CompareConfig],
-    item: dict[str, Any],
-    paths: dict[str, Path],
-    clips: tuple[Clip, Clip],
-    metrics: Sequence[MetricResult],
-    mask: RecordedMask | None,
-    masks: BlockMasks | None,
-) -> tuple[list[str], float]:
-    """Write the files of one prompt and seed; return their keys in `_FILES`, and the end of the difference scale."""
-    config, (dense, sparse) = ready.config, clips
-    assert config.fps is not None
-    labels = ("dense", method_label(config, ready.attention))
-    title = f"{item['prompt']} · seed {item['seed']}"
-    eight_bit = [to_uint8(clip.frames) for clip in clips]
-    write_mp4(paths["dense"], eight_bit[0], fps=config.fps)
-    write_mp4(paths["sparse"], eight_bit[1], fps=config.fps)
-    write_mp4(paths["side_by_side"], side_by_side(*eight_bit, labels=labels), fps=config.fps)
-    by_name = {metric.name: metric for metric in metrics}
-    picture = difference_picture(
-        dense.frames, sparse.frames, title=title, labels=labels, psnr=by_name["psnr"], ssim=by_name["ssim"]
-    )
-    write_png(paths["difference"], picture)
-    differences, scale_end = difference_clip(dense.frames, sparse.frames)
-    write_mp4(paths["difference_clip"], differences, fps=config.fps)
-    written = ["dense", "sparse", "side_by_side", "difference", "difference_clip"]
-    if mask is not None:
-        write_png(paths["mask"], _draw_mask(mask, title, labels[1]))
-        written.append("mask")
-    if masks is not None:
-        write_masks(paths["masks"], masks)
-        written.append("masks")
-    if config.save_frames:
-        write_frames(paths["sparse_frames"], sparse.frames)
-        written += ["dense_frames", "sparse_frames"]
-    return written, scale_end
-
-
-def _number(layer: str) -> int:
-    return int(layer.rpartition(".")[2])
-
-
-def _draw_mask(mask: RecordedMask, title: str, label: str) -> Image.Image:
-    matrices = torch.stack([mask.matrix(head) for head in range(len(mask.orders))])
-    _, rows, columns = matrices.shape
-    blocks = f"{rows} x {columns} blocks of {mask.block_size} tokens, numbered in the token order of each head"
-    return mask_picture(
-        matrices,
-        title=f"Block mask of {mask.layer} · {label}",
-        notes=(f"{title} · last step", blocks),
-        names=mask.orders,
-    )
-
-
-def method_label(config: RunConfig, attention: Any) -> str:
-    """Return what pictures call a sparse run, such as `BA-Att 50 %`: the configured share, as measured shares vary."""
-    return f"{METHODS[config.method].label} {100 * (1 - attention.kept):.4g} %"
 
 
 def _notes(sparsity: dict[str, Any]) -> list[str]:

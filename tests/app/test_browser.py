@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from diffsieve.app.server import ServerConfig, serve
 from tests.app.browser import launched, opened
 from tests.app.serving import tiny_examples, tiny_server
 from tests.app.test_api import Slow
@@ -292,6 +293,25 @@ def test_closing_the_page_frees_the_model(browser, tmp_path):
         threading.Timer(1.0, load.go_on.set).start()
         eventually(lambda: _all([load.go_on.is_set() and not running.handlers.jobs.busy]))
         assert running.handlers.runs() == []
+
+
+@pytest.mark.slow
+def test_the_embedded_model_end_to_end(browser, tmp_path):
+    with (
+        serve(ServerConfig(folder=tmp_path / "store", device="cpu")) as running,
+        opened(browser, running.url) as watched,
+    ):
+        page = watched.page
+        assert page.get_by_label("Steps", exact=True).input_value() == "14"
+        compare(page, prompt="a fox moves to the right over a blue background", Steps=3)
+        eventually(lambda: _all(one["ready"] >= 2 and one["error"] is None for one in videos(page)))
+        assert len(videos(page)) == 2
+        report = next(run for run in running.handlers.runs() if not run.example).report
+        assert report["settings"]["model"] == "mini-wan"
+        assert 0 < report["clips"][0]["sparsity"]["density_sparse_steps"] < 1
+        tab(page, "Attention")
+        page.get_by_text("Head 0: the query at row 4, column 4 of token frame 1").wait_for()
+        shoot(page, "mini-wan")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

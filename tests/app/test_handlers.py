@@ -171,7 +171,7 @@ def test_a_full_disk_is_told_and_loses_no_finished_run(handlers, monkeypatch):
     def no_space(*_arguments, **_options):
         raise OSError(errno.ENOSPC, "No space left on device", "/secret/place")
 
-    monkeypatch.setattr("diffsieve.compare.run.write_mp4", no_space)
+    monkeypatch.setattr("diffsieve.compare.pair_files.write_mp4", no_space)
     with pytest.raises(OSError, match="No space") as raised:
         run(handlers)
     monkeypatch.undo()
@@ -227,6 +227,15 @@ def test_a_spot_shows_what_its_query_attended_to(handlers):
     for token in ((3, 0, 0), (0, 4, 0), (0, 0, -1), (0, 0, "1"), (0, 0, None)):
         with pytest.raises(UserInputError):
             handlers.spot_view(found.id, LAYER, 2, 1, token)
+
+
+def test_llsa_runs_with_its_warning_and_has_no_block_mask(handlers):
+    found = run(handlers, method="llsa", topk=2, block_size=4)
+    assert "was not trained with it" in found.clip["notes"][0]
+    with pytest.raises(AppError, match="LLSA has no block mask to show"):
+        handlers.masks(found.id)
+    assert run(handlers, method="llsa", topk=2, block_size=4, sparsity=0.9, warmup=None).id == found.id
+    assert run(handlers, method="llsa", topk=3, block_size=4).id != found.id
 
 
 def test_a_run_that_was_dense_says_so_instead_of_a_mask(handlers):

@@ -97,11 +97,21 @@ def test_a_prompt_loses_what_cannot_be_seen():
 )
 def test_what_cannot_be_swept(values, message):
     with pytest.raises(UserInputError, match=message):
-        check_sweep(values, LIMITS)
+        check_sweep(small(), values, LIMITS)
 
 
 def test_a_sweep_is_ascending_without_repeats():
-    assert check_sweep([0.75, 0.25, 0.75], LIMITS) == [0.25, 0.75]
+    assert check_sweep(small(), [0.75, 0.25, 0.75], LIMITS) == [0.25, 0.75]
+
+
+def test_llsa_takes_top_k_and_nothing_of_ba_att():
+    config = check_request(small(method="llsa", topk=3.0), LIMITS, MODELS)
+    assert (config.method, config.topk, config.block_size) == ("llsa", 3, 8)
+    assert (config.sparsity, config.warmup, config.preset, config.min_tokens) == (None, None, None, None)
+    with pytest.raises(UserInputError, match="top k must be a whole number from 1 to 1,024, got 0"):
+        check_request(small(method="llsa", topk=0), LIMITS, MODELS)
+    with pytest.raises(UserInputError, match="needs the method ba-att, got 'llsa'"):
+        check_sweep(small(method="llsa"), [0.5], LIMITS)
 
 
 def test_a_cpu_has_a_smaller_bound():

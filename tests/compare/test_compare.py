@@ -13,6 +13,7 @@ from PIL import Image
 
 from diffsieve.compare import CompareConfig, Progress, compare
 from diffsieve.compare.folder import item_name
+from diffsieve.compare.methods import UNTRAINED
 from diffsieve.errors import BackendUnavailableError, DiffsieveError, UserInputError
 from diffsieve.eval import psnr, ssim
 from diffsieve.processors import BAAttConfig, apply_sparse_attention
@@ -117,6 +118,23 @@ def test_the_dense_clip_is_shared_by_comparisons_that_differ_in_the_sparse_atten
         run(f"other{number}", **changes)
         assert {report.run for report in seen} == {"dense", "sparse"}, changes
     assert len(list(shared.iterdir())) == 5
+
+
+def test_llsa_is_compared_and_says_that_the_model_was_not_trained_for_it(pipe, small):
+    processors = dict(pipe.transformer.attn_processors)
+    config = small(method="llsa", sparsity=None, warmup=None, min_tokens=None, block_size=4, topk=2, save_masks=True)
+    report = compare(config, pipe=pipe)
+    (clip,) = report["clips"]
+    assert clip["notes"] == report["notes"] == [UNTRAINED]
+    assert clip["sparsity"]["density_overall"] == pytest.approx((2 * 4 + 6) / 24)  # 2 blocks of 4, and 6 pooled tokens
+    assert (clip["sparsity"]["steps_dense"], clip["sparsity"]["steps_total"]) == (0, 4)
+    assert clip["metrics"]["psnr"]["mean"] < 100
+    assert not {"mask", "masks"} & clip["files"].keys()
+    assert "LLSA top 2" in (config.out / "report.html").read_text(encoding="utf-8")
+    assert pipe.transformer.attn_processors == processors
+    exact = compare(small(method="llsa", sparsity=None, warmup=None, min_tokens=None, block_size=32,
+                          out=config.out.parent / "exact"), pipe=pipe)  # fmt: skip
+    assert exact["clips"][0]["metrics"]["psnr"]["mean"] > 90, "a sequence within one block attends to all of it"
 
 
 def test_both_runs_start_from_the_same_noise(pipe, small):

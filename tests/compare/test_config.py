@@ -16,8 +16,14 @@ from diffsieve.pipelines.defaults import MINI_WAN_DEFAULTS
         ({"sparsity": float("nan")}, "sparsity must be"),
         ({"preset": "fast"}, "preset must be one of default, paper"),
         ({"backend": "cutlass"}, "backend must be one of auto, reference, torch, triton"),
-        ({"method": "magic"}, "method must be one of ba-att, got 'magic'"),
-        ({"method": "dense"}, "method must be one of ba-att, got 'dense'"),
+        ({"method": "magic"}, "method must be one of ba-att, llsa, got 'magic'"),
+        ({"method": "dense"}, "method must be one of ba-att, llsa, got 'dense'"),
+        ({"topk": 4}, "topk has no meaning for ba-att, got 4"),
+        ({"topk": 0}, "topk must be a positive integer"),
+        ({"method": "llsa", "sparsity": 0.5}, "sparsity has no meaning for llsa, got 0.5"),
+        ({"method": "llsa", "warmup": 2}, "warmup has no meaning for llsa, got 2"),
+        ({"method": "llsa", "preset": "paper"}, "preset has no meaning for llsa"),
+        ({"method": "llsa", "min_tokens": 0}, "min_tokens has no meaning for llsa, got 0"),
         ({"warmup": -1}, "warmup must be a whole number"),
         ({"warmup": 1.5}, "warmup must be a whole number"),
         ({"max_sequence_length": 100_000}, "max_sequence_length must be at most 4096, got 100000"),
@@ -44,7 +50,7 @@ def test_wrong_arguments_are_named(changes, message):
 
 def test_generate_may_be_dense():
     assert GenerateConfig(method="dense", sparsity=0.5).method == "dense"
-    with pytest.raises(UserInputError, match="method must be one of ba-att, dense"):
+    with pytest.raises(UserInputError, match="method must be one of ba-att, llsa, dense"):
         GenerateConfig(method="magic")
 
 
