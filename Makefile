@@ -5,6 +5,9 @@ PYTHON ?= python3
 JOBS ?= 2
 DEMO_OUT ?= outputs/demo
 DEMO_ARGS ?=
+APP_ARGS ?=
+# Where the browser tests leave their pictures of the page.
+SCREENSHOTS ?= $(CURDIR)/outputs/screenshots
 
 VENV := .venv
 VENV_OLDEST := .venv-oldest
@@ -12,18 +15,35 @@ READY := $(VENV)/.ready
 READY_OLDEST := $(VENV_OLDEST)/.ready
 PYTEST := -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help install demo test lint format tables types pytest test-oldest build constraints clean distclean
+.PHONY: help install demo app examples browser test lint format tables types pytest test-oldest build constraints clean distclean
 
 help:
 	@echo "make demo         generate one clip dense and sparse with the embedded model, into $(DEMO_OUT)"
+	@echo "make app          the page that compares clips in a browser, at http://127.0.0.1:7860"
 	@echo "make test         lint, types and all tests"
 	@echo "make test-oldest  all tests on the oldest supported versions, in $(VENV_OLDEST)"
-	@echo "make lint | types | pytest | format | tables | build | constraints | clean | distclean"
+	@echo "make lint | types | pytest | format | tables | examples | build | constraints | clean | distclean"
 
 install: $(READY)
 
 demo: $(READY)
 	$(VENV)/bin/diffsieve compare --model mini-wan --method ba-att --out $(DEMO_OUT) --overwrite $(DEMO_ARGS)
+	@echo "Compare in a browser, with other prompts and settings: make app"
+
+app: $(READY)
+	$(VENV)/bin/diffsieve app $(APP_ARGS)
+
+# The finished runs that the page opens with; to be made anew when the embedded weights change.
+examples: $(READY)
+	$(VENV)/bin/python -m diffsieve.app.make_examples
+	$(VENV)/bin/python -m tests.app.shoot docs/images/app.png
+
+# The tests of the page need Chromium. Without one they are skipped, and the closing list of skips says so.
+browser:
+	@test -n "$$CHROMIUM" || command -v chromium chromium-browser google-chrome >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Chromium for the tests of the page" && \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium \
+	    fonts-liberation; } >/dev/null 2>&1; } || echo "No Chromium found: the tests of the page will be skipped"
 
 test: lint types pytest
 
@@ -41,10 +61,10 @@ format: $(READY)
 types: $(READY)
 	$(VENV)/bin/mypy diffsieve
 
-pytest: $(READY)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST)
+pytest: $(READY) browser
+	OMP_NUM_THREADS=1 DIFFSIEVE_SCREENSHOTS=$(SCREENSHOTS) $(VENV)/bin/python $(PYTEST)
 
-test-oldest: $(READY_OLDEST)
+test-oldest: $(READY_OLDEST) browser
 	OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python $(PYTEST)
 
 build: $(READY)

@@ -38,5 +38,5 @@ def test_a_documented_command_parses(line):
         name = words.pop(0)
         command = command.get_command(context, name)
         assert command is not None, name
-    words = [word for word in words if word != "DEMO_ARGS"]
+    words = [word for word in words if word not in ("APP_ARGS", "DEMO_ARGS")]
     command.make_context(command.name, words)
