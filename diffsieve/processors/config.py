@@ -23,6 +23,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "center_keys": True,
         "log_count": True,
         "descending": True,
+        "score": "residual",
+        "compensate": "centroid",
     },
     "paper": {
         "warmup_steps": 10,
@@ -33,6 +35,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "center_keys": False,
         "log_count": False,
         "descending": False,
+        "score": "moments",
+        "compensate": "none",
     },
 }
 
@@ -78,14 +82,16 @@ class BAAttConfig:
             not drive the selection. Better quality, no cost.
         log_count: (preset) Count the true tokens of the short last block in its score. No cost.
         descending: (preset) Direction of norm sorts: large norms first, so that the short last block holds cold keys.
-        score: "moments" (block statistics: free) or "halfk" (exact on the key side: better ranking for 1 / (2 *
-            block_size) of the dense cost).
+        score: (preset) What ranks the key blocks: "moments" (their predicted mass, from block statistics: free),
+            "residual" (what `compensate` would miss of it: free) or "halfk" (mass, exact on the key side: better
+            ranking for 1 / (2 * block_size) of the dense cost). "residual", or "moments" in "paper" and with `top_p`.
         top_p: Keep, per query block, the smallest set of blocks whose predicted attention mass reaches this, with the
             density asked for as the upper bound. Spends work where attention is diffuse; how much is an outcome (see
             the summary). Needs `beta` < 1.
         min_density: With `top_p`, the least share of blocks to keep, in [0, density]. Default 0 (one block).
-        compensate: "none" renormalises over the kept keys; "centroid" stands in for skipped blocks by their mean key
-            and value: closer where the selection is good, for about 1 / block_size of the dense cost.
+        compensate: (preset) "none" renormalises over the kept keys; "centroid" stands in for skipped blocks by their
+            mean key and value: much closer to dense, for about 1 / block_size of the dense cost. "centroid", or "none"
+            in "paper".
         text: Joint attention only. "keep": text queries run dense and text keys are always kept; "dense": layers with
             text tokens in their sequence run dense altogether (slower, safest).
         backend: Kernel: "auto" (by device, dtype and shape) or a name. A named backend that cannot run is an error.
@@ -116,10 +122,10 @@ class BAAttConfig:
     center_keys: bool = _FROM_PRESET
     log_count: bool = _FROM_PRESET
     descending: bool = _FROM_PRESET
-    score: Literal["moments", "halfk"] = "moments"
+    score: Literal["moments", "residual", "halfk"] = _FROM_PRESET
     top_p: float | None = None
     min_density: float = 0.0
-    compensate: Literal["none", "centroid"] = "none"
+    compensate: Literal["none", "centroid"] = _FROM_PRESET
     text: Literal["keep", "dense"] = "keep"
     backend: str = "auto"
     min_tokens: int | Literal["auto"] = "auto"
@@ -128,6 +134,8 @@ class BAAttConfig:
 
     def __post_init__(self) -> None:
         _check_choice("preset", self.preset, tuple(PRESETS))
+        if self.score is None and self.top_p is not None:
+            object.__setattr__(self, "score", "moments")  # the mass that top_p sums up
         for name, value in PRESETS[self.preset].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -208,6 +216,8 @@ class BAAttConfig:
         _check_number("top_p", self.top_p, "in (0, 1]", lambda x: 0 < x <= 1)
         if self.top_p is not None and self.beta >= 1:
             raise UserInputError(f"top_p needs beta < 1 (its predicted mass means nothing otherwise), got {self.beta}")
+        if self.top_p is not None and self.score == "residual":
+            raise UserInputError('top_p needs a score that predicts mass, "moments" or "halfk", got score="residual"')
         _check_number("min_density", self.min_density, f"in [0, {self.kept}]", lambda x: 0 <= x <= self.kept)
         if self.min_density and self.top_p is None:
             raise UserInputError(f"min_density has a meaning with top_p only, got {self.min_density} without top_p")
@@ -219,12 +229,12 @@ class BAAttConfig:
             _check_int("min_tokens", self.min_tokens, 0)
 
     def _check_choices(self) -> None:
-        from ..kernels.ba_att import CANDIDATE_ORDERS
+        from ..kernels.ba_att import CANDIDATE_ORDERS, SCORES
         from ..kernels.block_sparse import BACKENDS
 
         _check_choice("order", self.order, ("auto", *CANDIDATE_ORDERS))
         _check_choice("cov_layers", self.cov_layers, ("all", "ends", "none"))
-        _check_choice("score", self.score, ("moments", "halfk"))
+        _check_choice("score", self.score, SCORES)
         _check_choice("compensate", self.compensate, ("none", "centroid"))
         _check_choice("text", self.text, ("keep", "dense"))
         _check_choice("backend", self.backend, tuple(BACKENDS))

@@ -38,11 +38,12 @@ class Variant:
     suites: tuple[str, ...] = ("fidelity",)
 
 
-_PLAIN: dict[str, Any] = {"cov_layers": "none", "log_count": False}
+_MASS: dict[str, Any] = {"compensate": "none", "score": "moments"}
+_PLAIN: dict[str, Any] = {"cov_layers": "none", "log_count": False} | _MASS
 
 
 def _raster(custom: Callable[[int], CustomSelection]) -> dict[str, Any]:
-    return {"options": {"order": "raster"}, "custom": custom}
+    return {"options": {"order": "raster"} | _MASS, "custom": custom}
 
 
 VARIANTS: dict[str, Variant] = {
@@ -69,8 +70,9 @@ VARIANTS: dict[str, Variant] = {
     "no centring": Variant("default without centred keys", {"center_keys": False}),
     "beta 1": Variant("default with the paper's weight of the second-order term", {"beta": 1.0}),
     "no second order": Variant("default without the second-order term", {"cov_layers": "none"}),
-    "centroid": Variant("default, skipped blocks stood in for by their means", {"compensate": "centroid"}),
-    "halfk": Variant("default, scores exact on the side of the keys", {"score": "halfk"}),
+    "score moments": Variant("default, blocks ranked by predicted mass", {"score": "moments"}),
+    "no compensation": Variant("default, ranked by predicted mass, skipped blocks left out", _MASS),
+    "halfk": Variant("default, ranked by mass with scores exact on the side of the keys", {"score": "halfk"}),
     "head budgets": Variant(
         "default, the blocks of a layer shared among its heads by predicted mass", custom=lambda layer: head_budgets()
     ),
@@ -78,7 +80,10 @@ VARIANTS: dict[str, Variant] = {
     "antidiagonal 8": Variant("anti-diagonal sampling, stride 8", **_raster(lambda layer: antidiagonal(8))),
     "antidiagonal 16": Variant("anti-diagonal sampling, stride 16", **_raster(lambda layer: antidiagonal(16))),
     "random": Variant("blocks drawn at random", **_raster(random_blocks)),
-    "oracle": Variant("the exact attention mass as score, in the orders of default", custom=lambda layer: oracle()),
+    "oracle": Variant(
+        "the exact attention mass as score, in the orders of default, nothing compensated", _MASS,
+        custom=lambda layer: oracle(),
+    ),
     "oracle raster": Variant("the exact attention mass as score, in raster order", **_raster(lambda layer: oracle())),
     "no sort": Variant("the paper's method without its sort", {"preset": "paper", "order": "raster"}, suites=("sort",)),
     "sort queries": Variant(

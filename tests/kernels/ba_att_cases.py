@@ -35,7 +35,7 @@ class BAAttCase:
         return {**common, **dict(self.extra)}
 
 
-CENTROID = (("compensate", "centroid"),)
+CENTROID = (("compensate", "centroid"), ("score", "residual"))
 CASES = [
     BAAttCase((3, 5, 7), (3, 4), extra=CENTROID),
     BAAttCase((2, 6, 8), (1, 2, 0, 3), heads=4, kv_heads=2, block_size=32, extra=CENTROID),
@@ -44,7 +44,7 @@ CASES = [
     BAAttCase((3, 5, 7), "raster", density=0.01, extra=CENTROID),
     BAAttCase((3, 5, 7), "raster", density=1.0, extra=CENTROID),
     BAAttCase((3, 5, 7), (1, 3), gain=16.0, extra=CENTROID),
-    BAAttCase((3, 5, 7), "frame_hilbert", extra=(*CENTROID, ("text_suffix", 19), ("top_p", 0.6))),
+    BAAttCase((3, 5, 7), "frame_hilbert", extra=(("compensate", "centroid"), ("text_suffix", 19), ("top_p", 0.6))),
     BAAttCase((3, 5, 7), "hilbert_window", dim=64, block_size=64, extra=CENTROID),
 ]
 

@@ -61,6 +61,8 @@ def test_matches_reference_at_any_length(length, batch, heads, generator):
     "options",
     [
         {"score": "halfk"},
+        {"score": "residual"},
+        {"score": "residual", "compensate": "centroid", "text_suffix": 33},
         {"compensate": "centroid"},
         {"compensate": "centroid", "density": 1.0},
         {"top_p": 0.7, "density": 0.8, "min_density": 0.1},

@@ -8,12 +8,13 @@ from .attention import BAAttInfo, ba_attention
 from .calibration import calibrate_orders, choose_orders
 from .custom import CustomSelection
 from .ordering import CANDIDATE_ORDERS, TokenOrders, default_window, gather_tokens, token_orders, undo_order
-from .scores import block_scores, halfk_scores
+from .scores import SCORES, block_scores, halfk_scores, residual_scores
 from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p
 from .statistics import BlockStatistics, block_statistics
 
 __all__ = [
     "CANDIDATE_ORDERS",
+    "SCORES",
     "BAAttInfo",
     "BlockStatistics",
     "CustomSelection",
@@ -28,6 +29,7 @@ __all__ = [
     "gather_tokens",
     "halfk_scores",
     "kept_blocks",
+    "residual_scores",
     "select_blocks",
     "select_blocks_top_p",
     "token_orders",

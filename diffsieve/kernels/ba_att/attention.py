@@ -18,7 +18,7 @@ from .centroids import add_centroids
 from .custom import CustomSelection
 from .fused import fuses, gather_with_means, gather_with_statistics, scatter_tokens
 from .ordering import Grid, Orders, TokenOrders, gather_tokens, token_orders
-from .scores import score_blocks
+from .scores import SCORES, score_blocks
 from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p
 from .statistics import BlockStatistics
 
@@ -67,7 +67,7 @@ def ba_attention(
     window: int | None = None,
     second_order: bool = True,
     compensate: Literal["none", "centroid"] = "none",
-    score: Literal["moments", "halfk"] = "moments",
+    score: Literal["moments", "residual", "halfk"] = "moments",
     top_p: float | None = None,
     min_density: float = 0.0,
     text_prefix: int = 0,
@@ -103,7 +103,8 @@ def ba_attention(
         window: tokens per sorting window of `hilbert_window`; see `token_orders`.
         second_order: `False` scores by pooled means alone.
         compensate: "centroid" adds each skipped block as one key and one value, its means, weighted by its token count.
-        score: "moments" (free) or "halfk" (exact on the key side, 1 / (2 block_size) of dense attention).
+        score: "moments" (free), "residual" (free: what `compensate="centroid"` would miss; not with `top_p`) or "halfk"
+            (exact on the key side, 1 / (2 block_size) of dense attention).
         top_p: keep the fewest blocks whose predicted mass reaches this share, in (0, 1], with `density` as upper and
             `min_density` as lower bound; `None` keeps the same number everywhere.
         min_density: lower bound of the share kept with `top_p`, in [0, density].
@@ -330,8 +331,10 @@ def _check(
         raise UserInputError(f"min_density must be in [0, density={density}], got {min_density}")
     if compensate not in ("none", "centroid"):
         raise UserInputError(f'compensate must be "none" or "centroid", got {compensate!r}')
-    if score not in ("moments", "halfk"):
-        raise UserInputError(f'score must be "moments" or "halfk", got {score!r}')
+    if score not in SCORES:
+        raise UserInputError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
+    if score == "residual" and top_p is not None:
+        raise UserInputError(f'top_p needs a score that predicts mass, "moments" or "halfk", got score={score!r}')
     for name, count in (("text_prefix", text_prefix), ("text_suffix", text_suffix)):
         if count < 0:
             raise UserInputError(f"{name} must be at least 0, got {count}")

@@ -31,7 +31,7 @@ def calibrate_orders(
     descending: bool = True,
     window: int | None = None,
     second_order: bool = True,
-    score: Literal["moments", "halfk"] = "moments",
+    score: Literal["moments", "residual", "halfk"] = "moments",
     text_prefix: int = 0,
     text_suffix: int = 0,
     scale: float | None = None,

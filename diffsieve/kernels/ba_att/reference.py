@@ -82,6 +82,9 @@ def scores_of_head(
                 base = scale * query_mean[g] @ key_mean[h]
                 delta = query_side + query_mean[g] ** 2 @ key_var[h]
             scores[g, h] = base + (beta * scale**2 * delta if second_order else 0)
+            if score == "residual":
+                spread = scale**2 * (query_mean[g] ** 2 + query_var[g]) @ key_var[h]
+                scores[g, h] += 0.5 * torch.log(torch.expm1(spread))
             if log_count:
                 scores[g, h] += math.log(len(column))
     return scores

@@ -7,13 +7,19 @@ its variance is, up to covariances between channels, scale² * Delta with
 
 The log of the mean of e^x is E[x] + Var[x] / 2 + ..., hence `beta = 1/2`; the paper takes 1. Softmax ignores a constant
 added to all keys, the term Vq·Km² does not: `center_keys` takes the mean key out of it.
+
+Where a skipped block is stood in for by its means (compensation), what is lost is not its mass but how far its weights
+lie apart. For one query the logits of a block have the variance Sigma = scale² * (Qm² + Vq)·Vk, and were they normally
+distributed, the standard deviation of the weights e^x would be their mean times sqrt(e^Sigma - 1): `residual_scores`.
 """
 
 import torch
 
 from .statistics import BlockStatistics, split_blocks
 
-__all__ = ["block_scores", "halfk_scores", "score_blocks"]
+__all__ = ["SCORES", "block_scores", "halfk_scores", "residual_scores", "score_blocks"]
+
+SCORES = ("moments", "residual", "halfk")
 
 # Elements of (query blocks x keys) logits held at a time by `halfk_scores` (256 MiB in fp32).
 _CHUNK = 1 << 26
@@ -108,6 +114,46 @@ def halfk_scores(
     return scores if log_count else scores - key.size.log()
 
 
+def residual_scores(
+    query: BlockStatistics,
+    key: BlockStatistics,
+    *,
+    beta: float = 0.5,
+    center_keys: bool = True,
+    log_count: bool = True,
+    second_order: bool = True,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Score every pair of blocks by what the means of the key block would miss of its attention.
+
+    The log of (mass of the block * relative spread of its weights): `block_scores` + log(e^Sigma - 1) / 2. A block of
+    equal keys has -inf: its means say all.
+
+    Args:
+        query: statistics of the query blocks, (B, H, Nq, D).
+        key: statistics of the key blocks, (B, Hkv, Nk, D).
+        beta: as in `block_scores`, like all other arguments.
+
+    Returns:
+        (B, H, Nq, Nk), fp32 (fp64 for fp64 statistics).
+    """
+    scale = query.mean.shape[-1] ** -0.5 if scale is None else scale
+    mass = block_scores(
+        query,
+        key,
+        beta=beta,
+        center_keys=center_keys,
+        log_count=log_count,
+        second_order=second_order,
+        scale=scale,
+    )
+    second_moment = (query.mean.square() + query.variance) * scale**2
+    spread = _matmul_true_fp32(second_moment, _expand_heads(key.variance, mass.shape[1]).transpose(-1, -2))
+    # log(e^x - 1) without overflow; rounding may leave a spread just below 0.
+    spread = spread.clamp(min=0)
+    return mass + (spread + (-torch.expm1(-spread)).log()) / 2
+
+
 def score_blocks(
     score: str,
     query: BlockStatistics,
@@ -121,7 +167,7 @@ def score_blocks(
     second_order: bool,
     scale: float,
 ) -> torch.Tensor:
-    """Score by `block_scores` ("moments") or `halfk_scores` ("halfk"); arguments and result as there."""
+    """Score by `block_scores` ("moments"), `residual_scores` or `halfk_scores`; arguments and result as there."""
     if score == "halfk":
         return halfk_scores(
             query,
@@ -134,7 +180,8 @@ def score_blocks(
             second_order=second_order,
             scale=scale,
         )
-    return block_scores(
+    by_moments = residual_scores if score == "residual" else block_scores
+    return by_moments(
         query,
         key,
         beta=beta,
