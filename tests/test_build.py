@@ -22,6 +22,22 @@ pipe.set_attn_processor(BAAttProcessor())
 print(diffsieve.__file__, type(pipe).__name__)
 """
 
+SAVE_AND_LOAD = """
+import sys, torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+import diffsieve
+from diffsieve import PixelDiTPipeline, PixelDiTTransformer2DModel
+torch.manual_seed(0)
+model = PixelDiTTransformer2DModel(sample_size=16, num_layers=1, num_attention_heads=2, attention_head_dim=16)
+for parameter in model.parameters():
+    torch.nn.init.normal_(parameter, std=0.1)
+pipe = PixelDiTPipeline(model, FlowMatchEulerDiscreteScheduler())
+pipe.save_pretrained(sys.argv[1])
+def draw(pipe):
+    return pipe(num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="pt").images
+print(diffsieve.__file__, torch.equal(draw(PixelDiTPipeline.from_pretrained(sys.argv[1])), draw(pipe)))
+"""
+
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     done = subprocess.run(
@@ -66,3 +82,5 @@ def test_a_built_wheel_works_outside_the_checkout(tmp_path):
     assert version == f"diffsieve {diffsieve.__version__}\n"
     used = run(sys.executable, "-c", USE_IT, cwd=tmp_path, PYTHONPATH=str(site)).split()
     assert used[-2:] == [str(site / "diffsieve" / "__init__.py"), "WanPipeline"]
+    saved = run(sys.executable, "-c", SAVE_AND_LOAD, tmp_path / "pixels", cwd=tmp_path, PYTHONPATH=str(site)).split()
+    assert saved[-2:] == [str(site / "diffsieve" / "__init__.py"), "True"]

@@ -160,7 +160,7 @@ class SamplingConfig:
     batch_size: int = 18
     steps: int = 20
     guidance_scale: float = 1.5
-    guidance_interval: tuple[float, ...] = (0.2, 0.7)
+    guidance_interval: tuple[float, ...] = (0.3, 0.7)
     seed: int = 1000
 
     def __post_init__(self) -> None:
