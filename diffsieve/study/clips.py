@@ -156,7 +156,9 @@ def _run_item(
     deadline.begin()
     densities = sorted({1.0 - s for name, s in todo if s is not None and VARIANTS[name].hindsight})
     assert config.block_size is not None
-    hindsight = Hindsight(densities, config.block_size) if densities and _one_transformer(pipe) else None
+    hindsight = (
+        Hindsight(densities, config.block_size, config.backend) if densities and _one_transformer(pipe) else None
+    )
     with hindsight.watching(pipe, _watched_steps(config)) if hindsight else nullcontext():
         dense = generate_clip(pipe, config, prompt=prompt, seed=seed, name="dense")
     deadline.end()
@@ -266,7 +268,7 @@ def _num_tokens(pipe: Any, config: RunConfig) -> int:
 
 
 def _watched_steps(config: StudyConfig) -> tuple[int, ...]:
-    """Sparse steps whose recall decides the hindsight: the first, the middle and the last."""
+    """Sparse steps whose errors decide the hindsight: the first, the middle and the last."""
     assert config.steps is not None
     assert config.warmup is not None
     first = min(warmup_steps(config.warmup, config.steps), config.steps - 1)

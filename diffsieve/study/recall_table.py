@@ -55,10 +55,9 @@ def _row(
         "by_layer": _grouped((call["layer"], values) for call, values in heads),
         "by_step": _grouped((str(call["step"]), values) for call, values in heads),
         "by_head": _by_head(heads),
+        "error": summarize([value for _, r in found for value in r["error"]]).to_dict(),
+        "density": fmean(r["density"] for _, r in found),
     }
-    if "error" in found[0][1]:
-        row["error"] = summarize([value for _, r in found for value in r["error"]]).to_dict()
-        row["density"] = fmean(r["density"] for _, r in found)
     if "predicted" in found[0][1]:
         row["predicted"] = _predicted([r for _, r in found])
     return row
@@ -78,13 +77,19 @@ def _predicted(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _hindsight(call: Call) -> list[dict[str, Any]]:
-    by_sparsity: dict[float, list[Sequence[float]]] = {}
+    by_sparsity: dict[float, list[Mapping[str, Any]]] = {}
     names = {f"order {name}" for name in CANDIDATE_ORDERS}
     for row in call["rows"]:
         if row["variant"] in names and "recall" in row:
-            by_sparsity.setdefault(row["sparsity"], []).append(row["recall"])
+            by_sparsity.setdefault(row["sparsity"], []).append(row)
     return [
-        {"variant": _HINDSIGHT, "sparsity": sparsity, "recall": [max(values) for values in zip(*rows, strict=True)]}
+        {
+            "variant": _HINDSIGHT,
+            "sparsity": sparsity,
+            "recall": [max(values) for values in zip(*(row["recall"] for row in rows), strict=True)],
+            "error": [min(values) for values in zip(*(row["error"] for row in rows), strict=True)],
+            "density": rows[0]["density"],
+        }
         for sparsity, rows in by_sparsity.items()
         if len(rows) == len(names)
     ]

@@ -14,6 +14,7 @@ from ..kernels.ba_att import (
     TokenOrders,
     block_scores,
     block_statistics,
+    residual_scores,
     select_blocks,
     token_orders,
 )
@@ -68,27 +69,30 @@ def antidiagonal(stride: int) -> CustomSelection:
     return CustomSelection(select=select)
 
 
-def head_budgets(*, beta: float = 0.5) -> CustomSelection:
-    """Share the blocks of a layer among its heads by predicted mass; the total stays that of equal budgets.
+def head_budgets() -> CustomSelection:
+    """Share the blocks of a layer among its heads by predicted gain; the total stays that of equal budgets.
 
-    The predicted mass (softmax of the scores) of the k-th best block, averaged over the rows, is what a head gains by a
-    k-th block. These gains fall with k, so taking the largest of all heads maximises the predicted mass of the layer.
+    Blocks are ranked by `residual_scores`, the part of the attention that the means of a skipped block would miss. That
+    of the k-th best block over all predicted mass of the row, averaged over the rows, is what a head gains by a k-th
+    block. These gains fall with k, so taking the largest of all heads maximises the gain of the layer.
     """
 
     def select(
         query: torch.Tensor, key: torch.Tensor, *, kept: int, block_size: int, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         statistics = block_statistics(query, block_size), block_statistics(key, block_size)
-        return select_by_head(block_scores(*statistics, beta=beta, scale=scale), kept)
+        log_total = block_scores(*statistics, scale=scale).logsumexp(dim=-1)
+        return select_by_head(residual_scores(*statistics, scale=scale), log_total, kept)
 
     return CustomSelection(select=select)
 
 
-def select_by_head(scores: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tensor]:
+def select_by_head(scores: torch.Tensor, log_total: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Select as `head_budgets` says, `kept` blocks per row on average over the heads.
 
     Args:
-        scores: (B, H, Nq, Nk), logs of predicted mass.
+        scores: (B, H, Nq, Nk), logs of what each block is worth.
+        log_total: (B, H, Nq), log of what that is a share of.
         kept: 1..Nk.
 
     Returns:
@@ -96,7 +100,7 @@ def select_by_head(scores: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch
     """
     batch, heads, rows, columns = scores.shape
     ranked = torch.sort(scores, dim=-1, descending=True, stable=True)
-    gain = torch.softmax(ranked.values, dim=-1).mean(dim=2)  # (B, H, Nk)
+    gain = (ranked.values - log_total[..., None]).exp().mean(dim=2)  # (B, H, Nk)
     gain[..., 0] = torch.inf  # every row keeps a block
     best = gain.flatten(1).sort(dim=-1, descending=True, stable=True).indices[:, : heads * kept]
     taken = torch.zeros(batch, heads * columns, dtype=torch.int32, device=scores.device)

@@ -74,9 +74,9 @@ VARIANTS: dict[str, Variant] = {
     "no compensation": Variant("default, ranked by predicted mass, skipped blocks left out", _MASS),
     "halfk": Variant("default, ranked by mass with scores exact on the side of the keys", {"score": "halfk"}),
     "head budgets": Variant(
-        "default, the blocks of a layer shared among its heads by predicted mass", custom=lambda layer: head_budgets()
+        "default, the blocks of a layer shared among its heads by predicted gain", custom=lambda layer: head_budgets()
     ),
-    "hindsight": Variant("the order of each head by its recall in later steps of the dense run", hindsight=True),
+    "hindsight": Variant("default, orders of the heads by their error in later steps of the run", hindsight=True),
     "antidiagonal 8": Variant("anti-diagonal sampling, stride 8", **_raster(lambda layer: antidiagonal(8))),
     "antidiagonal 16": Variant("anti-diagonal sampling, stride 16", **_raster(lambda layer: antidiagonal(16))),
     "random": Variant("blocks drawn at random", **_raster(random_blocks)),

@@ -7,11 +7,13 @@ import torch
 
 from diffsieve.compare.shards import Deadline, Shard
 from diffsieve.errors import UserInputError
-from diffsieve.kernels.ba_att import CANDIDATE_ORDERS
-from diffsieve.processors import BAAttConfig, apply_sparse_attention, sparsity_summary
+from diffsieve.kernels.ba_att import CANDIDATE_ORDERS, ba_attention
+from diffsieve.processors import BAAttConfig, apply_sparse_attention, observe_attention, sparsity_summary
+from diffsieve.processors.ba_att import kernel_arguments
 from diffsieve.study import RecallConfig, capture, captured_files, read_captured, study_recall, write_report
+from diffsieve.study.hindsight import Hindsight
 from diffsieve.study.recall_table import summarize_recall
-from tests.tiny import HEADS
+from tests.tiny import HEADS, generate
 
 
 @pytest.fixture
@@ -141,3 +143,27 @@ def test_without_the_calibrating_step_the_reason_is_given(pipe, captures, tmp_pa
         study_recall(RecallConfig(captures=settings.out, out=tmp_path / "other", warmup=4))
     with pytest.raises(UserInputError, match="must hold results of a study"):
         write_report(tmp_path)
+
+
+def test_hindsight_takes_the_order_with_the_smallest_error(pipe):
+    hindsight, seen = Hindsight([0.4], 16, "auto"), []
+    with hindsight.watching(pipe, (2,)):
+        generate(pipe, steps=4)
+    with observe_attention(pipe, seen.append, steps=(2,)):
+        generate(pipe, steps=4)
+    table = hindsight.table(0.4)["transformer"]
+    assert set(table) == {f"blocks.{n}" for n in range(3)}
+    calls = [call for call in seen if call.layer == "transformer.blocks.1"]
+    assert len(calls) == 2  # both branches of guidance
+    for head in range(HEADS):
+        errors = {}
+        for name in CANDIDATE_ORDERS:
+            config = BAAttConfig(density=0.4, block_size=16)
+            selection, rest = kernel_arguments(config, second_order=True)
+            errors[name] = 0.0
+            for call in calls:
+                tensors = call.query, call.key, call.value
+                dense = torch.nn.functional.scaled_dot_product_attention(*tensors)[0, head]
+                out = ba_attention(*tensors, grid_thw=call.grid_thw, orders=name, **selection, **rest)[0, head]
+                errors[name] += float((out - dense).norm() / dense.norm())
+        assert table["blocks.1"][head] == min(errors, key=errors.get)

@@ -87,7 +87,7 @@ def test_budgets_of_heads_go_where_attention_is_spread_and_keep_the_total():
     peaked = torch.tensor([8.0, 0, 0, 0, 0, 0])
     flat = torch.tensor([0.0, 0, 0, 0, 0, 0])
     scores = torch.stack([peaked, flat]).expand(3, 2, 6).transpose(0, 1)[None].contiguous()  # (1, 2, 3, 6)
-    index, count = select_by_head(scores, 3)
+    index, count = select_by_head(scores, scores.logsumexp(-1), 3)
     assert count[0, :, 0].tolist() == [1, 5] or count[0, :, 0].tolist() == [2, 4]
     assert int(count.sum()) == 2 * 3 * 3
     mask = block_mask(index, count, 6)
