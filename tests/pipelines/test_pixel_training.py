@@ -291,6 +291,22 @@ def test_samples_are_drawn_while_training(tmp_path, data):
     assert [path.name for path in sheets] == ["0000001.png", "0000002.png"]
 
 
+def test_mixed_precision_of_the_launcher_is_used(tmp_path, data, monkeypatch):
+    from accelerate.state import AcceleratorState
+
+    train_pixel_dit(tmp_path / "single", data, settings(3))
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process has one precision
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    try:
+        train_pixel_dit(tmp_path / "mixed", data, settings(3, sample_every=1e-9))
+        assert AcceleratorState().mixed_precision == "bf16"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    for (_, one), (_, other) in zip(losses(tmp_path / "single"), losses(tmp_path / "mixed"), strict=True):
+        assert one == pytest.approx(other, rel=0.02)
+    assert losses(tmp_path / "single") != losses(tmp_path / "mixed")
+
+
 def test_gradient_checkpointing_gives_the_same_losses(tmp_path, data):
     train_pixel_dit(tmp_path / "plain", data, settings(2))
     train_pixel_dit(tmp_path / "checkpointed", data, settings(2, gradient_checkpointing=True))
