@@ -6,12 +6,14 @@ import errno
 import logging
 import re
 import secrets
+from collections.abc import Mapping
+from typing import Any
 
 from ..errors import DiffsieveError
 
 logger = logging.getLogger(__name__)
 
-_PATH = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+=,-]+){2,}[/\\]?")
+_PATH = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+=-]+){2,}[/\\]?")
 _MOST = 600
 
 
@@ -26,6 +28,20 @@ class AppError(DiffsieveError):
 def without_paths(text: str) -> str:
     """Replace file paths by the words "a path on the server"."""
     return _PATH.sub("a path on the server", text)
+
+
+def public_report(report: Any, *, said: bool = False) -> Any:
+    """Return JSON values with `without_paths` applied to reasons and notes, which may name a folder of the server.
+
+    Args:
+        report: what report.json holds, or a part of it.
+        said: whether texts of this part are reasons or notes.
+    """
+    if isinstance(report, str):
+        return without_paths(report) if said else report
+    if isinstance(report, Mapping):
+        return {key: public_report(value, said=said or key in ("reason", "notes")) for key, value in report.items()}
+    return [public_report(value, said=said) for value in report] if isinstance(report, list) else report
 
 
 def explain(error: BaseException) -> DiffsieveError:

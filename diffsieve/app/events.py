@@ -186,7 +186,7 @@ class _Events:
         examples = [run for run in self.handlers.runs() if run.example]
         if not isinstance(number, int) or not 0 <= number < len(examples):
             raise gr.Error("this example is not there", print_exception=False)
-        line = views.status(f"Example: {views.run_title(examples[number])}", "good")
+        line = views.status(f"Shown: {views.run_title(examples[number])}", "good")
         return {self.page.status: line} | self._show(examples[number]) | self._settings(examples[number])
 
     def on_open(self, ids: Any, event: gr.SelectData) -> dict[Any, Any]:

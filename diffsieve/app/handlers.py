@@ -16,12 +16,13 @@ from PIL import Image
 from ..compare import METHODS, CompareConfig, compare
 from ..compare.attention_picture import AttentionLayout, attention_picture
 from ..compare.canvas import enlarge, magnification, to_image
-from ..compare.files import write_png
+from ..compare.files import write_json, write_png
+from ..compare.folder import REPORT
 from ..compare.mask_file import BlockMasks, read_masks
 from ..compare.mask_picture import mask_picture
 from ..compare.report import environment
 from ..eval.clips import open_clip
-from .errors import AppError
+from .errors import AppError, public_report
 from .jobs import Follow, Jobs, Tell
 from .limits import Limits, Request, check_request, check_sweep, number, whole
 from .models import LoadedModel, Shelf
@@ -208,6 +209,7 @@ class Handlers:
                 dense_clips=self.store.dense_clips,
             )
             write_poster(work, report["clips"][0])
+            write_json(work / REPORT, public_report(report))
         return self.store.find(run_id)
 
     @staticmethod

@@ -21,6 +21,7 @@ from ..compare.folder import REPORT
 from ..compare.mask_file import read_masks, write_masks
 from ..pipelines.defaults import MINI_WAN, MINI_WAN_DEFAULTS
 from ..pipelines.loading import load_pipeline
+from .errors import public_report
 from .handlers import write_poster
 from .store import EXAMPLES, POSTER
 
@@ -70,7 +71,7 @@ def make_examples(target: Path, *, pipe: Any | None = None, chosen: Sequence[tup
 
 def slim(run: Path, target: Path) -> None:
     """Copy what the page shows of a comparison: clips, difference, masks of three steps, poster and report."""
-    report = json.loads((run / REPORT).read_text(encoding="utf-8"))
+    report = public_report(json.loads((run / REPORT).read_text(encoding="utf-8")))
     clip = report["clips"][0]
     folder = target / clip["folder"]
     folder.mkdir(parents=True)

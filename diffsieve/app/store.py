@@ -154,7 +154,10 @@ class Store:
     def runs(self) -> list[Run]:
         """Return all runs, the newest first, the examples last."""
         found = [run for run in map(self._read, self._folders()) if run is not None]
-        return sorted(found, key=lambda run: (not run.example, run.report["created"]), reverse=True)
+        # Times in reports are whole seconds; that of the folder tells runs of one second apart.
+        return sorted(
+            found, key=lambda run: (not run.example, run.report["created"], _age_stamp(run.folder)), reverse=True
+        )
 
     def keep(self, run_id: Any, kept: bool) -> Run:
         """Set whether cleaning leaves a run alone.

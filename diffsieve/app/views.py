@@ -170,9 +170,8 @@ def sweep_charts(runs: Sequence[Run]) -> str:
     ]
     charts = []
     for name in metrics:
-        unit = runs[0].clip["metrics"][name]["unit"]
         values = [(100 * x, run.clip["metrics"][name]["mean"]) for x, run in points]
-        label = metric_title(name) + (f", {unit}" if unit else "")
+        label = _with_unit(name, runs[0])
         title = f"{metric_title(name)} against sparsity"
         charts.append(line_chart(title, [Series(name, values)], x_label="sparsity, %", y_label=label, marks=True))
     times = [
@@ -180,7 +179,7 @@ def sweep_charts(runs: Sequence[Run]) -> str:
         for kind in ("dense", "sparse")
     ]
     charts.append(line_chart("Time against sparsity", times, x_label="sparsity, %", y_label="time, s", marks=True))
-    headings = ["sparsity, %", "density, %", *(metric_title(name) for name in metrics), "time dense, s",
+    headings = ["sparsity, %", "density, %", *(_with_unit(name, runs[0]) for name in metrics), "time dense, s",
                 "time sparse, s", "speed-up"]  # fmt: skip
     rows = [
         [
@@ -262,6 +261,11 @@ def _value(name: str, result: Mapping[str, Any] | None) -> str:
     if result["mean"] is None:
         return f"not computed: {without_paths(result['reason'])}"
     return metric_text(name, result["mean"])
+
+
+def _with_unit(metric: str, run: Run) -> str:
+    unit = run.clip["metrics"][metric]["unit"]
+    return metric_title(metric) + (f", {unit}" if unit else "")
 
 
 def _warmup(steps: int | float | None) -> str:
