@@ -61,6 +61,8 @@ app = typer.Typer(
     help="Block-sparse attention for diffusion transformers: generate, compare with dense attention, train.",
 )
 
+_root = app  # loading the command module `app` puts that module in the place of the name
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -86,4 +88,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the words after `diffsieve`; default `sys.argv[1:]`.
     """
-    typer.main.get_command(app).main(args=None if arguments is None else list(arguments), prog_name="diffsieve")
+    typer.main.get_command(_root).main(args=None if arguments is None else list(arguments), prog_name="diffsieve")
