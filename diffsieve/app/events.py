@@ -324,8 +324,10 @@ class _Events:
         pictures = [(str(p), title) for p, title in zip(posters, titles, strict=True) if p is not None]
         shown = [run_id for run_id, p in zip(ids, posters, strict=True) if p is not None]
         choices = list(zip(titles, ids, strict=True))
-        chosen = [left if left in ids else next(iter(ids), None), right if right in ids else next(iter(ids[1:]), None)]
-        return pictures, shown, *(gr.update(choices=choices, value=value) for value in chosen)
+        left = left if left in ids else next(iter(ids), None)
+        if right not in ids or right == left:
+            right = next((run_id for run_id in ids if run_id != left), None)
+        return pictures, shown, *(gr.update(choices=choices, value=value) for value in (left, right))
 
     def on_keep(self, run_id: Any) -> tuple[Any, Any]:
         if run_id is None:

@@ -57,8 +57,10 @@ def fill(page, **changes):
 
 def compare(page, **changes):
     fill(page, **changes)
+    # What an earlier run left must not count as the end of this one.
+    page.evaluate("document.querySelector('#ds-told .ds-good')?.classList.remove('ds-good')")
     page.get_by_role("button", name="Compare", exact=True).click()
-    page.locator(".ds-status.ds-good", has_text="Done in").wait_for()
+    page.locator("#ds-told .ds-good", has_text="Done in").wait_for()
 
 
 def tab(page, name):
@@ -103,8 +105,7 @@ def test_the_page_is_ready_within_three_seconds(browser, server):
 
 def test_a_comparison_plays_in_step_and_fills_every_tab(page, server):
     compare(page)
-    player = page.locator("diffsieve-player")
-    assert player.get_attribute("aria-label") == "a cat moves left: dense and BA-Att 50 %"
+    page.get_by_role("group", name="a cat moves left: dense and BA-Att 50 %").wait_for()
 
     def play():
         both = videos(page)
@@ -146,6 +147,21 @@ def test_a_comparison_plays_in_step_and_fills_every_tab(page, server):
     assert page.get_by_role("link", name="Dense clip").count() == 1
     assert "CompareConfig(" in page.locator(".cm-content").inner_text()
     shoot(page, "info")
+
+
+def test_the_next_result_replaces_the_last_one(page):
+    compare(page)
+    page.get_by_role("group", name="a cat moves left: dense and BA-Att 50 %").wait_for()
+    first = page.evaluate("document.querySelector('video').src")
+    compare(page, prompt="a dog moves right", Frames=5)
+    page.get_by_role("group", name="a dog moves right: dense and BA-Att 50 %").wait_for()
+    eventually(lambda: _all(one["duration"] == pytest.approx(5 / 16, abs=0.02) for one in videos(page)))
+    assert len(videos(page)) == 2
+    assert page.evaluate("document.querySelector('video').src") != first
+    eventually(lambda: _all(not one["paused"] for one in videos(page)))
+    assert "/ 5" in page.locator(".ds-readout").inner_text()
+    page.locator("#ds-examples button").first.click()
+    page.get_by_role("group", name="a fox moves to the right over a blue background: dense and BA-Att 50 %").wait_for()
 
 
 def _differs(value, other):
@@ -269,14 +285,18 @@ def test_a_sweep_is_plotted(page):
 
 
 def test_runs_are_kept_opened_and_set_against_each_other(page, server):
-    compare(page)
-    compare(page, Steps=3)
+    prompt = "a dog moves left"  # of this test alone: the server is shared
+    compare(page, prompt=prompt)
+    compare(page, prompt=prompt, Steps=3)
     tab(page, "Gallery")
     page.get_by_role("button", name="Keep the run that is shown").click()
     page.get_by_text("Kept until it is given free").wait_for()
     assert any(run.kept for run in server.handlers.runs())
     page.get_by_role("button", name="Give the run that is shown free").click()
     page.get_by_text("Given free").wait_for()
+    for side, steps in (("Left", 3), ("Right", 4)):
+        page.get_by_label(side, exact=True).click()
+        page.get_by_role("option", name=f"seed 0 · {steps} steps").filter(has_text=prompt).click()
     page.get_by_role("button", name="Show both sparse clips").click()
     pair = page.get_by_role("group", name="BA-Att 50 %, seed 0 and BA-Att 50 %, seed 0")
     pair.wait_for()

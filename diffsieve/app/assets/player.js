@@ -20,23 +20,37 @@
 
   class DiffsievePlayer extends HTMLElement {
     connectedCallback() {
-      if (this.clip) return;
-      this.clip = JSON.parse(this.dataset.clip);
-      this.frame = 0;
-      this.view = "side";
-      this.setAttribute("role", "group");
-      this.setAttribute("aria-label", this.clip.title);
-      this.build();
-      this.show("side");
+      this.gone = false;
       this.tick = this.tick.bind(this);
+      // Gradio keeps the element when the next result comes: it changes the attribute and takes the children away.
+      this.observer = new MutationObserver(() => this.render());
+      this.observer.observe(this, { attributes: true, attributeFilter: ["data-clip"], childList: true });
+      this.render();
       requestAnimationFrame(this.tick);
-      // Muted clips may start by themselves; where they may not, or motion is not wanted, the button is there.
-      if (!matchMedia("(prefers-reduced-motion: reduce)").matches) this.play();
     }
 
     disconnectedCallback() {
       this.gone = true;
+      this.observer.disconnect();
+      this.stop();
+    }
+
+    stop() {
       for (const video of this.videos ?? []) video.pause();
+    }
+
+    render() {
+      if (this.root?.parentNode === this && this.shown === this.dataset.clip) return;
+      this.stop();
+      this.shown = this.dataset.clip;
+      this.clip = JSON.parse(this.shown);
+      this.frame = 0;
+      this.root = make("div", { class: "ds-player", role: "group", "aria-label": this.clip.title });
+      this.build();
+      this.replaceChildren(this.root);
+      this.show("side");
+      // Muted clips may start by themselves; where they may not, or motion is not wanted, the button is there.
+      if (!matchMedia("(prefers-reduced-motion: reduce)").matches) this.play();
     }
 
     build() {
@@ -94,7 +108,7 @@
       this.legend = make("div", { class: "ds-legend" }, make("span", {}, "0"), make("i"),
         make("span", {}, difference ? `${difference.end} and more` : ""),
         make("small", {}, "mean absolute difference of R, G and B, values 0 to 1"));
-      this.append(
+      this.root.append(
         this.choices,
         this.stage,
         make("div", { class: "ds-transport" }, this.button, this.back, this.scrub, this.forth, this.readout, this.speed),
@@ -123,7 +137,7 @@
     }
 
     divide() {
-      this.style.setProperty("--ds-divide", `${this.position.value}%`);
+      this.root.style.setProperty("--ds-divide", `${this.position.value}%`);
     }
 
     play() {
@@ -189,8 +203,8 @@
     }
 
     fail() {
-      if (this.querySelector(".ds-note")) return;
-      this.append(make("p", { class: "ds-note", role: "alert" }, "These clips are not on the server any more: run it again."));
+      if (this.root.querySelector(".ds-note")) return;
+      this.root.append(make("p", { class: "ds-note", role: "alert" }, "These clips are not on the server any more: run it again."));
     }
   }
 
