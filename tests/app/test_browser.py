@@ -296,7 +296,8 @@ def test_runs_are_kept_opened_and_set_against_each_other(page, server):
     page.get_by_text("Given free").wait_for()
     for side, steps in (("Left", 3), ("Right", 4)):
         page.get_by_label(side, exact=True).click()
-        page.get_by_role("option", name=f"seed 0 · {steps} steps").filter(has_text=prompt).click()
+        page.get_by_role("option", name=f"seed 0 · {steps} steps").filter(has_text=prompt).last.click()
+        page.get_by_role("option").first.wait_for(state="detached")
     page.get_by_role("button", name="Show both sparse clips").click()
     pair = page.get_by_role("group", name="BA-Att 50 %, seed 0 and BA-Att 50 %, seed 0")
     pair.wait_for()
