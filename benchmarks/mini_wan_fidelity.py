@@ -22,6 +22,7 @@ import torch
 
 from diffsieve.compare import CompareConfig
 from diffsieve.compare.clip import generate_clip
+from diffsieve.compare.floor import other_kernel
 from diffsieve.eval import psnr, ssim
 from diffsieve.kernels.ba_att import CANDIDATE_ORDERS
 from diffsieve.pipelines.defaults import generation_defaults
@@ -30,9 +31,6 @@ from diffsieve.pipelines.training.captions import COLOURS, MOTIONS, caption_of
 from diffsieve.pipelines.training.specs import held_out_table
 from diffsieve.pipelines.training.sprites import load_subjects
 from diffsieve.processors import BAAttConfig, sparse_attention, sparsity_summary
-
-# Another kernel of PyTorch's scaled dot product attention than the default one, by device type.
-FLOOR_BACKEND = {"cuda": "_native_efficient", "cpu": "_native_math"}
 
 
 def held_out_prompts(count: int) -> list[str]:
@@ -140,9 +138,8 @@ def main() -> int:
     references = [make(prompt) for prompt in prompts]
     print(f"dense clips done ({time.perf_counter() - started:.0f} s)", flush=True)
     if part == 1:
-        pipe.transformer.set_attention_backend(FLOOR_BACKEND[device.type])
-        measure("dense, another kernel (noise floor)", None, None)
-        pipe.transformer.reset_attention_backend()
+        with other_kernel(pipe):
+            measure("dense, another kernel (noise floor)", None, None)
     runs = [
         (name, sparsity, settings)
         for sparsity in arguments.sparsity

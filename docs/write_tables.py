@@ -12,7 +12,9 @@ from diffsieve.processors import supported_models
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/supported-models.md", "docs/mini-wan.md", "docs/reproduce.md")
+# Shorter sequences run dense on GPUs.
+_CROSSOVER = 16_384
+PAGES = ("docs/ba-att.md", "README.md", "docs/supported-models.md", "docs/mini-wan.md", "docs/reproduce.md")
 
 
 def supported_models_table() -> str:
@@ -46,7 +48,62 @@ def kernel_table() -> str:
     }
     for name, label in named.items():
         lines.append(f"| {label} | {rows[name]['ms']:.1f} ms | {rows[name]['tflops']:.0f} TFLOP/s |")
-    lines += ["", "The kernel alone: ordering and selecting blocks come on top and are not measured on a GPU yet."]
+    return "\n".join(lines)
+
+
+def call_table() -> str:
+    """Time of the whole BA-Att call on an H200, as a Markdown table."""
+    report = _result("h200/ba_att.json")
+    lines = [
+        f"The whole call of the preset `default` (an order per head, {report['heads']} heads of 128, bf16), all that "
+        "ordering, selecting and",
+        f"compensating cost included (`{report['command'].split(' --')[0]}`):",
+        "",
+        "| tokens | dense, cuDNN | dense, FlashAttention-2 | 50 % skipped | 75 % skipped | 90 % skipped |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        if row["tokens"] < _CROSSOVER:
+            continue
+        dense = row["dense_ms"]
+        cells = [f"{row['tokens']:,}", *(f"{dense[name]:.1f} ms" for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"))]
+        for skipped in ("50%", "75%", "90%"):
+            ms = row["calls"][f"an order per head, {skipped} skipped"]["graph_ms"]
+            cells.append(f"{ms:.1f} ms, {dense['CUDNN_ATTENTION'] / ms:.2f}x")
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Times of CUDA graphs, as compiled models have them; factors are over cuDNN, the faster of the two dense ones.",
+    ]
+    return "\n".join(lines)
+
+
+_IN_BRIEF = ("dense, another kernel (noise floor)", "default", "mean pooling, raster", "paper")
+
+
+def fidelity_table(brief: bool = False) -> str:
+    """How close sparse clips of mini-wan are to dense ones, as a Markdown table; `brief`: of the presets alone."""
+    report = _result("h200/mini_wan_fidelity.json")
+    settings = report["settings"]
+    tokens = (settings["frames"] // 4 + 1) * settings["height"] * settings["width"] // 64
+    lines = [
+        f"Clips of mini-wan against dense ones from the same noise: {len(report['prompts'])} held-out prompts, "
+        f"{tokens:,} tokens, {settings['steps']} steps,",
+        f"{settings['warmup']:.0%} of them dense, blocks of {settings['block_size']}, {report['gpu']}, bf16 "
+        "(`python benchmarks/mini_wan_fidelity.py`; density of all",
+        "steps and layers together):",
+        "",
+        "| | sparsity | density | PSNR | SSIM |",
+        "|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        if brief and row["variant"] not in _IN_BRIEF:
+            continue
+        share = "" if row["sparsity"] is None else f"{row['sparsity']:.0%}"
+        density = row["density"]["mean"] if "density" in row else 1.0
+        name = row["variant"].replace("default", "`default`").replace("paper", "`paper`")
+        name = f"`default`, {name}" if name.startswith("order") else name
+        lines.append(f"| {name} | {share} | {density:.2f} | {row['psnr']['mean']:.2f} dB | {row['ssim']['mean']:.4f} |")
     return "\n".join(lines)
 
 
@@ -129,7 +186,9 @@ def tables() -> dict[str, str]:
     """All generated tables by the name of their place."""
     return {
         "supported-models": supported_models_table(),
-        "results": f"{kernel_table()}\n\n{cpu_table()}",
+        "results": f"{kernel_table()}\n\n{call_table()}\n\n{cpu_table()}",
+        "fidelity": fidelity_table(),
+        "fidelity-in-brief": fidelity_table(brief=True),
         "mini-wan-results": mini_wan_table(),
         "reproduction": reproduction_table(),
     }

@@ -68,8 +68,8 @@ class BAAttConfig:
         dense_layers: (preset) Layers that always run dense, counted within each list of blocks; negative counts from
             the end. Early layers are often diffuse and lose most. (0,), or () in "paper".
         order: (preset) Token order before cutting into blocks: "auto" (each head takes the candidate that kept the most
-            attention mass in the last dense step: best quality, a few per cent of one step) or the name of one
-            candidate for all heads. "auto", or "norm_sort" in "paper".
+            attention mass in the last dense step: best quality, for less than one more attention call in each
+            layer) or the name of one candidate for all heads. "auto", or "norm_sort" in "paper".
         orders: Saved table of orders, (layer -> orders of its heads), as a path from `save_orders` or a dict. Skips the
             calibration. Replaces `order`.
         window: Tokens in one window of the "hilbert_window" candidate, a multiple of `block_size`. None: about 3 % of
@@ -134,9 +134,10 @@ class BAAttConfig:
 
     def __post_init__(self) -> None:
         _check_choice("preset", self.preset, tuple(PRESETS))
-        if self.score is None and self.top_p is not None:
-            object.__setattr__(self, "score", "moments")  # the mass that top_p sums up
-        for name, value in PRESETS[self.preset].items():
+        values = PRESETS[self.preset]
+        if self.top_p is not None:
+            values = values | {"score": "moments"}  # the mass that top_p sums up
+        for name, value in values.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         if self.sparsity is None and self.density is None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffsieve.kernels.ba_att import BlockStatistics, block_scores, block_statistics, halfk_scores
+from diffsieve.kernels.ba_att import BlockStatistics, block_scores, block_statistics, halfk_scores, residual_scores
 from diffsieve.kernels.ba_att.reference import scores_of_head
 from diffsieve.kernels.ba_att.scores import _tf32_part, matmul_split
 
@@ -168,3 +168,27 @@ def test_statistics_in_fp32_score_in_fp32(generator):
     stats = block_statistics(tokens(generator, 70).to(torch.bfloat16), 32)
     assert isinstance(stats, BlockStatistics)
     assert block_scores(stats, stats).dtype is torch.float32
+
+
+def test_residual_ranks_by_what_the_means_miss(generator):
+    # Two blocks of equal mass: in one all keys are alike, so that its mean says all.
+    query = torch.randn(1, 1, 16, 8, generator=generator, dtype=torch.float64)
+    alike = torch.randn(1, 1, 1, 8, generator=generator, dtype=torch.float64).expand(1, 1, 16, 8)
+    spread = torch.randn(1, 1, 16, 8, generator=generator, dtype=torch.float64)
+    statistics = [block_statistics(x, 16) for x in (query, torch.cat([alike, spread], dim=2))]
+    scores = residual_scores(*statistics)[0, 0, 0]
+    assert scores[0] == -torch.inf
+    assert scores[1].isfinite()
+
+
+@pytest.mark.parametrize("gain", [1e-6, 1.0, 40.0])
+def test_residual_is_the_log_of_mass_times_relative_spread(gain, generator):
+    query, key = (gain * torch.randn(1, 2, 48, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    statistics = [block_statistics(x, 16) for x in (query, key)]
+    (q_mean, q_var, _), (_, k_var, _) = statistics
+    spread = (q_mean.square() + q_var) @ k_var.transpose(-1, -2) / 8
+    # e^x - 1 overflows where it no longer differs from e^x.
+    expected = block_scores(*statistics) + 0.5 * torch.where(spread < 40, spread.clamp(max=40).expm1().log(), spread)
+    got = residual_scores(*statistics)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)

@@ -68,7 +68,10 @@ def test_sparse_layer_equals_stock_attention_under_the_expanded_block_mask():
     # In raster order a pair of blocks is a rectangle of the token mask that stock attention takes.
     model = tiny.transformer(layers=1)
     stock = tiny.transformer(layers=1).blocks[0].attn1
-    apply_sparse_attention(model, _config(order="raster", warmup_steps=0, density=0.4, block_size=9, record_masks=(0,)))
+    left_out = _config(
+        order="raster", warmup_steps=0, density=0.4, block_size=9, record_masks=(0,), score="moments", compensate="none"
+    )
+    apply_sparse_attention(model, left_out)
     inputs = []
     model.blocks[0].attn1.register_forward_hook(lambda module, args, output: inputs.append((args, output)))
     latents = torch.randn(2, 16, 3, 8, 8, generator=torch.Generator().manual_seed(5))

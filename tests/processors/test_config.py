@@ -126,3 +126,11 @@ def test_shortest_sparse_sequence_depends_on_the_device():
     assert BAAttConfig().min_tokens_on("cpu") <= 4_032
     assert BAAttConfig().min_tokens_on("cuda") == 16_384
     assert BAAttConfig(min_tokens=0).min_tokens_on("cuda") == 0
+
+
+def test_top_p_ranks_by_mass():
+    assert BAAttConfig().score == "residual"
+    assert BAAttConfig(top_p=0.9).score == "moments"
+    assert BAAttConfig(top_p=0.9, score="halfk").score == "halfk"
+    with pytest.raises(UserInputError, match=r'top_p needs a score that predicts mass, .* got score="residual"'):
+        BAAttConfig(top_p=0.9, score="residual")
