@@ -12,9 +12,17 @@ from diffsieve.processors import supported_models
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+_LLSA_PROBLEMS = ((16_384, 2), (65_536, 2), (65_536, 3), (262_144, 2), (262_144, 3), (1_048_576, 3))
 # Shorter sequences run dense on GPUs.
 _CROSSOVER = 16_384
-PAGES = ("docs/ba-att.md", "README.md", "docs/supported-models.md", "docs/mini-wan.md", "docs/reproduce.md")
+PAGES = (
+    "docs/ba-att.md",
+    "docs/llsa.md",
+    "README.md",
+    "docs/supported-models.md",
+    "docs/mini-wan.md",
+    "docs/reproduce.md",
+)
 
 
 def supported_models_table() -> str:
@@ -127,6 +135,29 @@ def cpu_table() -> str:
     return "\n".join(lines)
 
 
+def llsa_table() -> str:
+    """Time of LLSA against dense attention on an H200, as a Markdown table."""
+    report = _result("h200/llsa.json")
+    shape = report["shape"]
+    lines = [
+        f"{report['gpu']}, {shape['dtype']}, B {shape['B']}, H {shape['H']}, D {shape['D']}, "
+        f"blocks of {shape['block']}, topk {shape['topk']}; times in ms, FA2 is FlashAttention-2",
+        f"(`{report['command'].split(' --')[0]}`):",
+        "",
+        "| tokens | levels | forward | in a CUDA graph | FA2 | forward + backward | in a CUDA graph | FA2 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for tokens, levels in _LLSA_PROBLEMS:
+        ours = {row["name"]: row["ms"] for row in report[f"N{tokens}-M{levels}"]}
+        dense = {row["name"]: row["ms"] for row in report.get(f"dense-N{tokens}", [])}
+        cells = [f"{tokens:,}", str(levels)]
+        for name in ("forward", "forward and backward"):
+            peer = dense.get(f"flash {name}")
+            cells += [f"{ours[name]:.2f}", f"{ours[f'{name}, CUDA graph']:.2f}", "" if peer is None else f"{peer:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def mini_wan_table() -> str:
     """How often mini-wan draws what the prompt says, as a Markdown table."""
     report = _result("h200/mini_wan_quality.json")
@@ -189,6 +220,7 @@ def tables() -> dict[str, str]:
         "results": f"{kernel_table()}\n\n{call_table()}\n\n{cpu_table()}",
         "fidelity": fidelity_table(),
         "fidelity-in-brief": fidelity_table(brief=True),
+        "llsa-results": llsa_table(),
         "mini-wan-results": mini_wan_table(),
         "reproduction": reproduction_table(),
     }
