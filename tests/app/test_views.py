@@ -83,7 +83,7 @@ def test_the_player_gets_addresses_of_this_server(run):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("cannot read /root/.cache/x.pth now", "cannot read a path on the server now"),
+        ("cannot read /srv/cache/x.pth now", "cannot read a path on the server now"),
         ("~/secret/file and C:\\Users\\me\\x", "a path on the server and a path on the server"),
         ("steps must be 4, got 3/4 or a/b", "steps must be 4, got 3/4 or a/b"),
         ("see https://example.com/a/b", "see https://example.com/a/b"),
@@ -96,7 +96,7 @@ def test_paths_are_left_out_of_messages(text, expected):
 def test_a_public_report_keeps_prompts_and_hides_folders():
     report = {
         "prompt": ["/a/b a cat"],
-        "clips": [{"notes": ["see /a/b"], "metrics": {"x": {"reason": "no /root/x, y"}}}],
+        "clips": [{"notes": ["see /a/b"], "metrics": {"x": {"reason": "no /srv/x, y"}}}],
     }
     assert public_report(report) == {
         "prompt": ["/a/b a cat"],
@@ -149,7 +149,7 @@ def test_a_stream_tells_the_newest_progress_and_ends_with_the_result():
 
 def test_a_stream_that_fails_ends_with_words():
     def work(tell):
-        raise KeyError("/root/secret/key")
+        raise KeyError("/srv/secret/key")
 
     (message,) = stream(work, lambda: None)
     assert "the run failed with KeyError" in str(message.error)
