@@ -199,7 +199,8 @@ def test_fifty_clients_at_once_all_get_their_result(tmp_path):
 
         def work(number):
             try:
-                client = Client(running.url, verbose=False)
+                # Clients and server share this process: a slow answer is not a lost one.
+                client = Client(running.url, verbose=False, httpx_kwargs={"timeout": 60})
                 # Ten different requests: the others find them finished.
                 answer = client.predict(**ARGUMENTS | {"seed": number % 10}, api_name="/compare")
                 results[number] = answer[3]["report"]["seed"]
