@@ -12,7 +12,7 @@ every variant begins with its own weights of 64, when WORK holds them. `measure`
 (`diffsieve weights effnet` and the extra eval). `report` writes `pixel_dit_study.json` and a chart of the losses.
 
 The distance compares samples with the whole training set at that size, whose moments are exact: it is the population.
-Training: embedded model's shape (8 layers, 4 heads of 64), AdamW 1e-4 after a warm-up, betas .9/.999, weight decay
+Training: embedded model's shape (8 layers, 3 heads of 64), AdamW 1e-4 after a warm-up, betas .9/.999, weight decay
 .01, clip 1, EMA .9999 at most, bf16, no guidance in sampling, 20 Euler steps.
 """
 

@@ -38,9 +38,9 @@ class PixelModelConfig:
     """
 
     layers: int = 8
-    heads: int = 4
+    heads: int = 3
     head_dim: int = 64
-    mlp_ratio: float = 3.0
+    mlp_ratio: float = 4.0
     attention_method: str = "llsa"
     token_order: str = "hilbert"
     block_size: int = 16
