@@ -131,6 +131,9 @@ def ba_attention(
     num_text = text_prefix + text_suffix
     video = slice(text_prefix, query.shape[2] - text_suffix)
     video_query, video_key, video_value = query[:, :, video], key[:, :, video], value[:, :, video]
+    chosen = choose_backend(query, key, block_size=block_size, backend=backend).name
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    fused = chosen == "triton" and not differentiable and fuses(query, block_size)
 
     with stage("selection"):
         if custom is not None and custom.order is not None:
@@ -145,8 +148,6 @@ def ba_attention(
                 window=window,
                 descending=descending,
             )
-        differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        fused = not differentiable and fuses(video_query, block_size, backend)
         q, query_stats = gather_with_statistics(video_query, order.query, block_size, fused=fused)
         k, key_stats = gather_with_statistics(video_key, order.key, block_size, fused=fused)
         if compensate == "centroid":
@@ -209,7 +210,6 @@ def ba_attention(
             out = torch.cat([rows[:, :, :text_prefix], out, rows[:, :, text_prefix:]], dim=2)
     if not return_info:
         return out
-    chosen = choose_backend(q, k, block_size=block_size, backend=backend).name
     return out, _info(
         block_index, block_count, query_stats, key_stats, query.shape, num_text, block_size, chosen, order
     )

@@ -3,8 +3,6 @@
 Shapes: B batch, H query heads, Hkv key heads, L tokens, D channels, N blocks.
 """
 
-import importlib.util
-
 import torch
 
 from .ordering import gather_tokens, undo_order
@@ -12,29 +10,20 @@ from .statistics import BlockStatistics, block_means, block_sizes, block_statist
 
 __all__ = ["fuses", "gather_with_means", "gather_with_statistics", "scatter_tokens"]
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 # A block of tokens is held in registers.
 _MAX_BLOCK, _MAX_DIM = 128, 128
 
 
-def fuses(tokens: torch.Tensor, block_size: int, backend: str) -> bool:
-    """Whether the Triton kernels of BA-Att's own steps serve such tokens; they have no gradient.
+def fuses(tokens: torch.Tensor, block_size: int) -> bool:
+    """Whether the Triton kernels of BA-Att's own steps serve such tokens where that of the attention does.
+
+    They have no gradient.
 
     Args:
         tokens: (B, H, L, D).
         block_size: tokens per block.
-        backend: as asked for by the user; "torch" and "reference" keep to PyTorch throughout.
     """
-    return (
-        _HAS_TRITON
-        and tokens.is_cuda
-        and torch.version.hip is None
-        and backend in ("auto", "triton")
-        and tokens.dtype in (torch.bfloat16, torch.float16)
-        and 16 <= block_size <= _MAX_BLOCK
-        and block_size & (block_size - 1) == 0
-        and tokens.shape[3] <= _MAX_DIM
-    )
+    return tokens.dtype in (torch.bfloat16, torch.float16) and block_size <= _MAX_BLOCK and tokens.shape[3] <= _MAX_DIM
 
 
 def gather_with_statistics(
