@@ -86,7 +86,7 @@ BACKWARD_LISTS = {
 }
 BACKWARD_COARSEST = {
     32: KeyTile(64, 64, False, 4, 2),
-    64: KeyTile(64, 64, False, 4, 2),
+    64: KeyTile(64, 64, True, 4, 2),
     128: KeyTile(32, 64, False, 8, 2),
     256: KeyTile(32, 32, False, 8, 1),
 }
