@@ -18,7 +18,7 @@ from .progress import ItemProgress, ProgressCallback
 from .report import GENERATE_SCHEMA, environment, now
 
 RUN = "picture"
-_OF_VIDEO = ("preset", "warmup", "block_size", "min_tokens", "frames", "max_sequence_length", "fps")
+_OF_VIDEO = ("preset", "topk", "warmup", "block_size", "min_tokens", "frames", "max_sequence_length", "fps")
 
 
 def is_image_pipeline(pipe: Any) -> bool:

@@ -57,6 +57,7 @@ def test_files_are_not_overwritten_by_chance(config):
         ({"method": "ba-att"}, "method must be left out for a model of pictures, .*, got 'ba-att'"),
         ({"frames": 5}, "frames must be left out for a model of pictures, .*, got 5"),
         ({"sparsity": 0.75}, "sparsity must be left out .*, got 0.75"),
+        ({"topk": 4}, "topk must be left out .*, got 4"),
         ({"negative_prompt": "blur"}, "negative_prompt must be left out"),
         ({"height": 5000}, "height must be a whole number of pixels"),
     ],
