@@ -58,10 +58,12 @@ def generate(
     full_info: FullInfo = None,
     python: Python = None,
     method: Annotated[
-        str, typer.Option("--method", help="ba-att, or dense for the pipeline as it is.", rich_help_panel="Method")
+        str,
+        typer.Option("--method", help="ba-att, llsa, or dense for the pipeline as it is.", rich_help_panel="Method"),
     ] = "ba-att",
     preset: flags.Preset = None,
-    sparsity: flags.Sparsity = 0.5,
+    sparsity: flags.Sparsity = None,
+    topk: flags.TopK = None,
     warmup: flags.Warmup = None,
     block_size: flags.BlockSize = None,
     min_tokens: flags.MinTokens = None,

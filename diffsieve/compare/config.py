@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..errors import UserInputError
 from ..pipelines.defaults import MINI_WAN
@@ -52,6 +52,9 @@ class RunConfig:
         dtype: see `load_pipeline`.
         out: folder for the results.
     """
+
+    # What `method` may be beside one of `METHODS`.
+    _without_method: ClassVar[tuple[str, ...]] = ()
 
     model: str = MINI_WAN
     method: str = DEFAULT_METHOD
@@ -106,16 +109,11 @@ class RunConfig:
         for prompt in self.prompt:
             if not isinstance(prompt, str) or not prompt.strip():
                 raise UserInputError(f"prompt must be a text that is not empty, got {prompt!r}")
-        if self.method == AUTO and self._dense_allowed():
-            return
-        if self.method not in METHODS and not (self.method == DENSE and self._dense_allowed()):
-            known = [*METHODS, *([DENSE] if self._dense_allowed() else [])]
+        known = (*METHODS, *self._without_method)
+        if self.method not in known:
             raise UserInputError(f"method must be one of {', '.join(known)}, got {self.method!r}")
-        if self.method != DENSE:
+        if self.method in METHODS:
             METHODS[self.method].config(self)  # the method checks what it is given
-
-    def _dense_allowed(self) -> bool:
-        return False
 
     def _check_warmup(self) -> None:
         value = self.warmup
@@ -167,8 +165,7 @@ class GenerateConfig(RunConfig):
     own attention for a model of pictures.
     """
 
+    _without_method: ClassVar[tuple[str, ...]] = (DENSE, AUTO)
+
     out: Path = Path("outputs/generate")
     method: str = AUTO
-
-    def _dense_allowed(self) -> bool:
-        return True

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..compare import folder as folders
 from ..compare.clip import generate_clip
@@ -35,15 +35,14 @@ class CaptureConfig(RunConfig):
         warmup: dense steps that a sparse run would begin with, for the choice of steps.
     """
 
+    _without_method: ClassVar[tuple[str, ...]] = (DENSE,)
+
     method: str = DENSE
     warmup: int | float | None = 0.2
     layers: tuple[int, ...] = ()
     steps_kept: tuple[int, ...] = ()
     both_branches: bool = False
     out: Path = Path("outputs/capture")
-
-    def _dense_allowed(self) -> bool:
-        return True
 
 
 def warmup_steps(warmup: int | float, steps: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -49,6 +49,8 @@ class StudyConfig(RunConfig):
         lpips_weights: file of LPIPS's AlexNet; `None` looks in the usual places.
     """
 
+    _without_method: ClassVar[tuple[str, ...]] = (DENSE,)
+
     method: str = DENSE
     warmup: int | float | None = 0.2
     block_size: int | None = 128
@@ -60,9 +62,6 @@ class StudyConfig(RunConfig):
     floor: bool = True
     lpips_weights: Path | None = None
     out: Path = Path("outputs/study")
-
-    def _dense_allowed(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,6 +16,7 @@ from ..compare.clip import Clip, generate_clip
 from ..compare.config import DENSE, RunConfig
 from ..compare.files import remove_parts
 from ..compare.lines import LineWriter, line_writer, read_lines
+from ..compare.methods import METHODS
 from ..compare.prepare import Prepared, prepare, resolve_place
 from ..compare.report import environment
 from ..compare.shards import Deadline, Shard
@@ -45,6 +46,8 @@ class VBenchConfig(RunConfig):
         python: interpreter whose environment has the package.
     """
 
+    _without_method: ClassVar[tuple[str, ...]] = (DENSE,)
+
     dimensions: tuple[str, ...] = ()
     limit: int | None = None
     videos: int = 5
@@ -59,9 +62,6 @@ class VBenchConfig(RunConfig):
             raise UserInputError(f"videos must be from 1 to {_MOST_VIDEOS}, got {self.videos}")
         if self.with_dense and self.method == DENSE:
             raise UserInputError("with_dense must go with a sparse method, got method dense")
-
-    def _dense_allowed(self) -> bool:
-        return True
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ def _make(
     lpips: dict[str, LoadedLpips | str],
     lines: LineWriter,
 ) -> None:
-    from ..processors import sparse_attention, sparsity_summary
+    from ..processors import sparse_attention
 
     config, pipe = ready.config, ready.pipe
     assert config.fps is not None
@@ -172,7 +172,7 @@ def _make(
         else:
             with sparse_attention(pipe, ready.attention):
                 clips[run] = generate_clip(pipe, config, prompt=prompt, seed=index, name=run)
-                summary = sparsity_summary(pipe).to_dict()
+                summary = METHODS[config.method].measured(pipe, config.steps or 0)
             kept = ("density_overall", "density_sparse_steps", "steps_dense", "steps_total", "backend", "notes")
             record["sparsity"] = {name: summary[name] for name in kept}
         record["seconds"][run] = round(clips[run].seconds_total, 4)

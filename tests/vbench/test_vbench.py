@@ -51,6 +51,15 @@ def test_dense_and_sparse_folders_share_the_noise(pipe, config, tmp_path):
     assert not (dense.out / "sparse").exists()
 
 
+def test_llsa_says_what_it_computed(pipe, config):
+    given = {"warmup": None, "min_tokens": None, "sparsity": None, "frames": 17, "width": 64}
+    settings = config(method="llsa", topk=1, limit=1, videos=1, **given)
+    assert generate_suite(settings, pipe=pipe)["done"] == 1
+    (line,) = lines_of(settings.out)
+    assert 0 < line["sparsity"]["density_overall"] < 1
+    assert line["sparsity"]["notes"]
+
+
 def test_generation_goes_on_over_legs_and_shards(pipe, config):
     settings = config(method="dense")
     assert generate_suite(settings, pipe=pipe, deadline=Deadline(1e-9))["missing"] == 6
@@ -160,3 +169,5 @@ def test_settings_that_make_no_sense_are_refused(config):
         config(videos=0)
     with pytest.raises(UserInputError, match="with_dense must go with a sparse method"):
         config(with_dense=True, method="dense")
+    with pytest.raises(UserInputError, match="method must be one of ba-att, llsa, dense, got 'auto'"):
+        config(method="auto", sparsity=None)
