@@ -5,11 +5,13 @@
     PYTHONPATH=. python benchmarks/pixel_dit_study.py measure --data .data/emoji --work WORK --side 64
     PYTHONPATH=. python benchmarks/pixel_dit_study.py report --work WORK --out benchmarks/results/h200
 
-`train` and `sample` need a CUDA GPU; each variant runs in a process of its own, and what is finished is skipped, so a
-call can be repeated in legs (`--max-seconds`: no variant begins after that; one in training pauses and goes on in the
-next call). `--shard 0/2` takes every second variant: one process for each GPU, with CUDA_VISIBLE_DEVICES. At 128 pixels
-every variant begins with its own weights of 64, when WORK holds them. `measure` needs no GPU, but the feature network
-(`diffsieve weights effnet` and the extra eval). `report` writes `pixel_dit_study.json` and a chart of the losses.
+`train` and `sample` are meant for a CUDA GPU, and "llsa without weights" needs one. Each variant runs in a process of
+its own, and what is finished is skipped, so a call can be repeated in legs (`--max-seconds`: no variant begins after
+that; one in training pauses and goes on in the next call). Exit code 3: something is left; 1: a variant failed.
+`--shard 0/2` takes every second variant: one process for each GPU, with CUDA_VISIBLE_DEVICES. At 128 pixels every
+variant begins with its weights of 64 ("llsa 1 level" with those of "llsa", which has one level there), when WORK holds
+them: `began_at_64` in the report. `measure` needs no GPU, but the feature network (`diffsieve weights effnet` and the
+extra eval). `report` writes `pixel_dit_study.json` and a chart of the losses.
 
 The distance compares samples with the whole training set at that size, whose moments are exact: it is the population.
 Training: embedded model's shape (8 layers, 3 heads of 64), AdamW 1e-4 after a warm-up, betas .9/.999, weight decay
@@ -36,6 +38,7 @@ import triton.language as tl
 
 from diffsieve.compare.charts import Series, line_chart
 from diffsieve.compare.report import versions
+from diffsieve.pipelines.loading import resolve_device, resolve_dtype
 from diffsieve.pipelines.training.checkpoint import write_atomically, write_json
 from diffsieve.pipelines.training.pixel_dit.config import PixelTrainConfig
 from diffsieve.pipelines.training.pixel_dit.images import load_images
@@ -160,7 +163,12 @@ def train_one(name: str, arguments: argparse.Namespace) -> int:
         drop_weights()
         print(f"{name}: relative error {check_without_weights():.2e}", flush=True)
     out = folder_of(arguments.work, arguments.side, name)
-    start = folder_of(arguments.work, 64, name) if arguments.side > 64 else None
+    start = None
+    if arguments.side > 64:
+        start = folder_of(arguments.work, 64, name if name in variants(64) else "llsa")
+        if not (start / "model").is_dir():
+            print(f"{name}: no weights of 64 x 64, begins with new ones", flush=True)
+            start = None
     resumed = (out / "dit" / "state.pt").is_file()
     summary = train_pixel_dit(
         out,
@@ -169,7 +177,7 @@ def train_one(name: str, arguments: argparse.Namespace) -> int:
         max_seconds=arguments.max_seconds,
         pause=arguments.max_seconds is not None,
         resume=resumed,
-        start_from=start if start is not None and (start / "model").is_dir() else None,
+        start_from=start,
         report=lambda entry: (
             print(
                 f"{name}: step {entry.step} ({entry.progress:.0%}) loss {entry.losses['loss']:.4f}, "
@@ -187,13 +195,15 @@ def sample_one(name: str, arguments: argparse.Namespace) -> int:
     """Draw the samples of a trained variant: `samples.npz` and a contact sheet."""
     if name == "llsa without weights":
         drop_weights()
+        check_without_weights()
     out = folder_of(arguments.work, arguments.side, name)
     if not (out / "model").is_dir():
         print(f"{name}: not trained yet")
-        return 0
+        return PAUSED
     config = PixelTrainConfig.from_dict(json.loads((out / "settings.json").read_text()))
     classes = json.loads((out / "dit" / "data.json").read_text())["classes"]
-    transformer = load_transformer(config, out / "dit", len(classes)).to("cuda", torch.bfloat16)
+    device = resolve_device(None)
+    transformer = load_transformer(config, out / "dit", len(classes)).to(device, resolve_dtype(None, device))
     pipe = build_pipeline(transformer, classes, config.sampling)
     wide = replace(config.sampling, batch_size=arguments.batch)
     started = time.monotonic()
@@ -260,6 +270,7 @@ def report(arguments: argparse.Namespace) -> None:
             row: dict[str, Any] = {
                 "model": asdict(settings_of(name, side, IMAGES[side]).model),
                 "keys_per_query": keys_per_query(side, settings),
+                "began_at_64": (out / "start.json").is_file(),
                 "images": log[-1]["step"] * batch * log[-1]["processes"],
                 "finished": log[-1]["progress"] >= 1,
                 "train_images_per_s": rate,
@@ -298,14 +309,14 @@ def folder_of(work: Path, side: int, name: str) -> Path:
 
 
 def run_all(arguments: argparse.Namespace) -> int:
-    """Each variant of this shard in a process of its own; returns 3 when something is left to do."""
+    """Each variant of this shard in a process of its own; returns 1 when one failed, 3 when something is left to do."""
     names = arguments.variants.split(",") if arguments.variants else list(variants(arguments.side))
     unknown = [name for name in names if name not in variants(arguments.side)]
     if unknown:
         raise SystemExit(f"variants must be among: {', '.join(variants(arguments.side))}; got {unknown[0]}")
     number, count = (int(part) for part in arguments.shard.split("/"))
     deadline = None if arguments.max_seconds is None else time.monotonic() + arguments.max_seconds
-    left = False
+    left = failed = False
     done_file = {"train": "model/model_index.json", "sample": "samples.json"}[arguments.command]
     for name in names[number::count]:
         if (folder_of(arguments.work, arguments.side, name) / done_file).is_file():
@@ -321,8 +332,8 @@ def run_all(arguments: argparse.Namespace) -> int:
             left = True
         elif code:
             print(f"{name}: failed with exit code {code}", flush=True)
-            left = True
-    return PAUSED if left else 0
+            failed = True
+    return 1 if failed else PAUSED if left else 0
 
 
 def main() -> None:
