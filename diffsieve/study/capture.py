@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..compare import folder as folders
+from ..compare.claim import claim_settings
 from ..compare.clip import generate_clip
 from ..compare.config import DENSE, RunConfig
 from ..compare.files import remove_parts, write_json
@@ -20,6 +21,8 @@ from ..errors import UserInputError
 from ..pipelines.loading import weights_digest
 from .captured import DONE, Captured, write_captured
 
+SETTINGS = "capture.settings.json"
+SETTINGS_SCHEMA = "diffsieve.capture.settings/1"
 CAPTURE_SCHEMA = "diffsieve.capture.clip/1"
 _LAYERS, _LATER = 5, 3
 
@@ -80,6 +83,8 @@ def capture(
     Raises:
         UserInputError: an argument is wrong, or the folder holds captures of other settings.
     """
+    from ..processors import observe_attention
+
     shard, deadline = shard or Shard(), deadline or Deadline(None)
     config = resolve_place(config, pipe)
     folders.check_writable(config.out)
@@ -90,16 +95,22 @@ def capture(
     steps = config.steps_kept or _telling_steps(config)
     if wrong := [step for step in steps if not 0 <= step < config.steps]:
         raise UserInputError(f"step must be from 0 to {config.steps - 1}, got {wrong[0]}")
+    with observe_attention(pipe, lambda call: None, layers=layers, steps=steps):
+        pass  # layers that the model does not have are refused before anything is written
     place = environment(pipe)
-    settings = config.settings() | {"layers": list(layers), "steps_kept": list(steps), "weights": weights_digest(pipe)}
+    settings = config.settings() | {
+        "device": place["device"],  # shards run on other GPUs
+        "layers": list(layers),
+        "steps_kept": list(steps),
+        "weights": weights_digest(pipe),
+    }
     config.out.mkdir(parents=True, exist_ok=True)
+    claim_settings(config.out / SETTINGS, SETTINGS_SCHEMA, settings)
     items = [(i, prompt, seed) for i, prompt in enumerate(config.prompt) for seed in config.seed]
     missing = 0
     for index, prompt, seed in shard.of(items):
         folder = config.out / folders.item_name(index, prompt, seed)
-        record = _read_record(folder)
-        if record is not None:
-            folders.check_same_settings({"settings": record["settings"]}, settings, config.out)
+        if _read_record(folder, prompt) is not None:
             continue
         if deadline.passed:
             missing += 1
@@ -120,7 +131,8 @@ def capture(
         }
         write_json(folder / DONE, record)
         deadline.end()
-    done = [r for r in (_read_record(config.out / folders.item_name(*item)) for item in items) if r is not None]
+    found = [_read_record(config.out / folders.item_name(*item), item[1]) for item in items]
+    done = [record for record in found if record is not None]
     return {
         "out": str(config.out),
         "files": sum(len(record["files"]) for record in done),
@@ -160,14 +172,17 @@ def _capture_clip(
     return files
 
 
-def _read_record(folder: Path) -> dict[str, Any] | None:
+def _read_record(folder: Path, prompt: str) -> dict[str, Any] | None:
+    """Return what was written of a complete clip, else `None`; the name of its folder holds a part of the prompt."""
     if not (folder / DONE).is_file():
         return None
     try:
         record = json.loads((folder / DONE).read_text(encoding="utf-8"))
-        complete = all((folder / name).is_file() for name in record["files"])
+        complete, known = all((folder / name).is_file() for name in record["files"]), record["prompt"]
     except (ValueError, KeyError, TypeError):
         return None
+    if known != prompt:
+        raise UserInputError(f"prompt must be {known!r}, whose captures are in {folder}, got {prompt!r}")
     return record if complete else None
 
 

@@ -1,5 +1,7 @@
 """Captured files: what attention saw, chosen layers and steps, resumed, refused when damaged."""
 
+import dataclasses
+import importlib
 import json
 
 import pytest
@@ -60,6 +62,25 @@ def test_finished_clips_are_kept_and_the_rest_made_later(pipe, captures):
     assert before.items() <= {path: path.stat().st_mtime_ns for path in captured_files(config.out)}.items()
 
 
+def test_the_folder_of_another_prompt_is_not_taken_for_this_one(pipe, captures):
+    start = "a cat that moves very slowly over the fence"  # names of folders hold 40 characters of it
+    config = captures(layers=(1,), steps_kept=(1,), prompt=(f"{start}, left",))
+    capture(config, pipe=pipe)
+    with pytest.raises(UserInputError, match=r"prompt must be 'a cat .*, left', whose captures are in .*, right'"):
+        capture(captures(layers=(1,), steps_kept=(1,), prompt=(f"{start}, right",)), pipe=pipe)
+
+
+def test_a_later_leg_may_run_on_another_gpu(pipe, captures, monkeypatch):
+    config = captures(layers=(1,), steps_kept=(1,))
+    capture(config, pipe=pipe)
+    monkeypatch.setattr(
+        importlib.import_module("diffsieve.study.capture"),  # the package has a function of that name
+        "resolve_place",
+        lambda config, pipe: dataclasses.replace(resolve_place(config, pipe), device="cuda:1"),
+    )
+    assert capture(dataclasses.replace(config, seed=(0, 1)), pipe=pipe)["clips"] == 2
+
+
 def test_refusals(pipe, captures, tmp_path):
     with pytest.raises(UserInputError, match="step must be from 0 to 4"):
         capture(captures(steps_kept=(5,)), pipe=pipe)
@@ -69,6 +90,8 @@ def test_refusals(pipe, captures, tmp_path):
     capture(config, pipe=pipe)
     with pytest.raises(UserInputError, match=r"layers must be \[1\]"):
         capture(captures(layers=(2,), steps_kept=(1,)), pipe=pipe)
+    with pytest.raises(UserInputError, match=r"layers must be \[1\]"):
+        capture(captures(layers=(2,), steps_kept=(1,), prompt=("another",)), pipe=pipe)
     (path,) = captured_files(config.out)
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(UserInputError, match="cannot be read as a captured attention call"):
