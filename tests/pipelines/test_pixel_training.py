@@ -244,6 +244,25 @@ def test_the_start_does_not_overwrite_a_resumed_run(tmp_path, data, finished):
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
+def test_a_run_killed_before_its_first_save_resumes_from_its_start(tmp_path, data, finished):
+    config = settings(3)
+    train_pixel_dit(tmp_path / "whole", data, config, start_from=finished[0])
+    killed(tmp_path / "cut", data, config, at_step=1, start_from=finished[0])
+    assert not (tmp_path / "cut" / "dit" / "state.pt").exists()
+    train_pixel_dit(tmp_path / "cut", data, resume=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_a_new_run_takes_nothing_from_the_start_of_one_before(tmp_path, data, finished):
+    config = settings(1)
+    train_pixel_dit(tmp_path / "whole", data, config)
+    killed(tmp_path / "cut", data, config, at_step=1, start_from=finished[0])
+    train_pixel_dit(tmp_path / "cut", data, config)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    legs = json.loads((tmp_path / "cut" / "model" / "training.json").read_text())["legs"]
+    assert [leg["side"] for leg in legs] == [8]
+
+
 def test_a_paused_leg_goes_on_with_its_schedule(tmp_path, data):
     config = settings(None, seconds=3.0)
     first = train_pixel_dit(tmp_path, data, config, max_seconds=1.5, pause=True)

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "settings.json"
 START_FILE = "start.json"
+START_FOLDER = "start"
 SHEET_FILE = "sheet.png"
 
 
@@ -94,6 +95,8 @@ def train_pixel_dit(
     if main:
         if start_from is not None and not continued:
             _take_over(start_from, out)
+        elif not resume:
+            (out / START_FILE).unlink(missing_ok=True)  # of a run that ended before its first save
         write_json(out / SETTINGS_FILE, config.to_dict())
         if copy_to is not None:
             copy_results(out, copy_to)
@@ -112,7 +115,9 @@ def train_pixel_dit(
     if main and announce is not None:
         announce("dit")
     with fast_arithmetic(accelerator.device):
-        start = _start_weights(out) if start_from is not None and not continued else None
+        # its folder says whether a run began with weights of another: the call that resumes need not say it again
+        begins = (out / START_FILE).is_file() and not continued
+        start = load_weights(out / START_FOLDER) if begins else None
         result = train_transformer(config, images, out / "dit", accelerator, leg, start_from=start)
         summary |= {"step": result.step, "seconds": result.seconds, "finished": result.finished}
         if main and result.finished:
@@ -178,7 +183,10 @@ def _settings(out: Path, config: PixelTrainConfig | None, resume: bool) -> Pixel
 
 
 def _take_over(start_from: Path, out: Path) -> None:
-    """Copy weights to begin with to `out/start`, and the legs that they went through to `out/start.json`."""
+    """Copy weights to begin with to `out/start`, and the legs that they went through to `out/start.json`.
+
+    That file is written last; where it exists, everything is there.
+    """
     folder = start_from
     for candidate in (start_from / "dit", start_from / "model"):
         if has_weights(candidate) or (candidate / "model_index.json").is_file():
@@ -195,7 +203,7 @@ def _take_over(start_from: Path, out: Path) -> None:
         raise UserInputError(
             f"start_from must be a pipeline folder (model_index.json), the folder of a run or its stage, got {folder}"
         )
-    save_weights(out / "start", tensors, 0)
+    save_weights(out / START_FOLDER, tensors, 0)
     write_json(out / START_FILE, {"legs": legs})
 
 
@@ -213,10 +221,6 @@ def _pipeline_weights(folder: Path) -> dict[str, torch.Tensor]:
     except (SafetensorError, OSError) as error:
         raise UserInputError(f"start_from must hold readable weights, got {folder}: {error}") from error
     return tensors
-
-
-def _start_weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_weights(out / "start")
 
 
 def _earlier_legs(out: Path) -> list[dict[str, Any]]:
