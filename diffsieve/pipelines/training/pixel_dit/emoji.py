@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ....errors import UserInputError
+from ..folders import replace_folder
 from ..npm import EMOJI_NAMES, FLUENT_3D, check_archive, read_members
 
 _ASSETS = PurePosixPath("package/assets")
@@ -82,26 +82,23 @@ def build_emoji(pictures: Path, names: Path, out: Path, *, check: bool = True) -
     counts: Counter[str] = Counter()
     known = {path.stem for path in encoded} & set(table)
     unknown = [path.stem for path in encoded if path.stem not in known and not _SKIN_TONE.search(path.stem)]
-    partial = out.with_name(f".{out.name}.part")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+
+    def write(folder: Path) -> None:
         for path, content in encoded.items():
             if path.stem not in known or path.stem.startswith(_LEFT_OUT):
                 continue
             name, category = table[path.stem]
-            target = partial / category / f"{path.stem}-{_slug(name)}.webp"
-            target.parent.mkdir(parents=True, exist_ok=True)
+            target = folder / category / f"{path.stem}-{_slug(name)}.webp"
+            target.parent.mkdir(exist_ok=True)
             target.write_bytes(content)
             counts[category] += 1
         if not counts:
             raise UserInputError(f"{pictures} must hold pictures of the emoji in {names}, got none")
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
+
+    try:
+        replace_folder(out, write)
     except OSError as error:
         raise UserInputError(f"out must be a writable folder, got {out}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return EmojiSet(dict(sorted(counts.items())), len(unknown))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -163,8 +164,6 @@ def load_transformer(config: PixelTrainConfig, folder: Path, num_classes: int) -
 
 def _check_data(folder: Path, images: ImageSet, *, resume: bool, main: bool) -> None:
     """Write down what a run is trained on; a resumed run must go on with the same."""
-    import json
-
     path = folder / DATA_FILE
     values = {"digest": images.digest, "pictures": len(images), "classes": list(images.classes)}
     if resume and path.is_file():
