@@ -8,21 +8,18 @@ from typing import Any
 
 import torch
 
-from ..eval import LoadedLpips, MetricResult, MissingWeightsError, load_lpips
+from ..eval import LoadedLpips, MetricResult
 from .page import Page, PageClip, Table, frame_charts, metric_text, metric_title
+from .pair_metrics import load_alex
 
-_NET = "alex"
 _MOST_CLIPS = 8
 _MEDIA = {"side_by_side": "dense and sparse", "difference": "difference from dense", "mask": "block mask"}
 
 
 def load_lpips_or_say_why(device: torch.device) -> LoadedLpips | MetricResult:
     """Return LPIPS with AlexNet, or a result without a value that says what is missing."""
-    try:
-        # Anything but a GPU computes it on the CPU, where the frames are.
-        return load_lpips(_NET, device=device if device.type == "cuda" else "cpu")
-    except MissingWeightsError as error:
-        return MetricResult.missing(f"lpips[{_NET}]", str(error), direction="lower")
+    found = load_alex(device)
+    return found if isinstance(found, LoadedLpips) else MetricResult.missing("lpips[alex]", found, direction="lower")
 
 
 def comparison_page(report: Mapping[str, Any], folder: Path, label: str) -> Page:

@@ -14,6 +14,7 @@ from ..compare.claim import claim_settings
 from ..compare.clip import generate_clip
 from ..compare.config import DENSE, RunConfig
 from ..compare.files import remove_parts, write_json
+from ..compare.mask_file import spread
 from ..compare.prepare import prepare, resolve_place, transformer_of
 from ..compare.report import environment, now
 from ..compare.shards import Deadline, Shard
@@ -91,7 +92,7 @@ def capture(
     ready = prepare(config, pipe=pipe, attention=None)
     config, pipe = ready.config, ready.pipe
     assert config.steps is not None
-    layers = config.layers or _spread(int(transformer_of(pipe).config.num_layers))
+    layers = config.layers or tuple(spread(range(int(transformer_of(pipe).config.num_layers)), _LAYERS))
     steps = config.steps_kept or _telling_steps(config)
     if wrong := [step for step in steps if not 0 <= step < config.steps]:
         raise UserInputError(f"step must be from 0 to {config.steps - 1}, got {wrong[0]}")
@@ -186,14 +187,8 @@ def _read_record(folder: Path, prompt: str) -> dict[str, Any] | None:
     return record if complete else None
 
 
-def _spread(layers: int) -> tuple[int, ...]:
-    count = min(_LAYERS, layers)
-    return tuple(dict.fromkeys(round(i * (layers - 1) / max(count - 1, 1)) for i in range(count)))
-
-
 def _telling_steps(config: CaptureConfig) -> tuple[int, ...]:
     assert config.steps is not None
     assert config.warmup is not None
     first = min(warmup_steps(config.warmup, config.steps), config.steps - 1)
-    later = [first + round(i * (config.steps - 1 - first) / (_LATER - 1)) for i in range(_LATER)]
-    return tuple(dict.fromkeys([max(first - 1, 0), *later]))
+    return tuple(dict.fromkeys([max(first - 1, 0), *spread(range(first, config.steps), _LATER)]))

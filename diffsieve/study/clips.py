@@ -10,19 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from ..compare import folder as folders
 from ..compare.claim import claim_settings
 from ..compare.clip import Clip, generate_clip
 from ..compare.config import DENSE, RunConfig
 from ..compare.floor import other_kernel
 from ..compare.lines import LineWriter, line_writer, read_lines
+from ..compare.mask_file import spread
+from ..compare.pair_metrics import load_alex, measure_clips
 from ..compare.prepare import prepare, resolve_place, transformer_of
 from ..compare.report import environment
 from ..compare.shards import Deadline, Shard
 from ..compare.ticker import Ticker
-from ..eval import DEFAULT_METRICS, LoadedLpips, MissingWeightsError, load_lpips, measure
+from ..eval import LoadedLpips
 from ..pipelines.loading import weights_digest
 from .capture import warmup_steps
 from .hindsight import Hindsight
@@ -125,7 +125,7 @@ def study_clips(
         bench = _Bench(
             pipe,
             config,
-            _lpips(config, pipe._execution_device),
+            {"alex": load_alex(pipe._execution_device, config.lpips_weights)},
             int(transformer_of(pipe).config.num_layers),
             _num_tokens(pipe, config),
             Ticker(sum(len(todo) for _, _, todo in plan), progress),
@@ -217,9 +217,7 @@ def _variant(
 
 
 def _measured(bench: _Bench, dense: Clip, clip: Clip) -> dict[str, Any]:
-    device = bench.pipe._execution_device
-    place = device if device.type == "cuda" else torch.device("cpu")
-    results = measure(dense.frames, clip.frames, metrics=DEFAULT_METRICS, lpips=bench.lpips, device=place)
+    results = measure_clips(bench.pipe, dense, clip, bench.lpips)
     return {
         "metrics": {name: result.mean for name, result in results.items()},
         "reasons": {name: result.reason for name, result in results.items() if result.reason is not None},
@@ -227,14 +225,6 @@ def _measured(bench: _Bench, dense: Clip, clip: Clip) -> dict[str, Any]:
         "seconds": round(clip.seconds_total, 4),
         "seconds_dense": round(dense.seconds_total, 4),
     }
-
-
-def _lpips(config: StudyConfig, device: torch.device) -> dict[str, LoadedLpips | str]:
-    try:
-        place = device if device.type == "cuda" else "cpu"
-        return {"alex": load_lpips("alex", weights=config.lpips_weights, device=place)}
-    except MissingWeightsError as error:
-        return {"alex": str(error)}
 
 
 def _settings(config: StudyConfig, pipe: Any) -> dict[str, Any]:
@@ -271,8 +261,7 @@ def _watched_steps(config: StudyConfig) -> tuple[int, ...]:
     assert config.steps is not None
     assert config.warmup is not None
     first = min(warmup_steps(config.warmup, config.steps), config.steps - 1)
-    span = config.steps - 1 - first
-    return tuple(dict.fromkeys(first + round(i * span / (_WATCHED_STEPS - 1)) for i in range(_WATCHED_STEPS)))
+    return tuple(spread(range(first, config.steps), _WATCHED_STEPS))
 
 
 def _one_transformer(pipe: Any) -> bool:

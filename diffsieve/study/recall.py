@@ -95,8 +95,8 @@ def study_recall(
         UserInputError: an argument is wrong, there is nothing to measure, or the folder holds other results.
     """
     shard, deadline = shard or Shard(), deadline or Deadline(None)
-    pairs = [(name, s) for name, s in choose(config.suites, config.variants, config.sparsities)]
-    pairs = [(name, sparsity) for name, sparsity in pairs if not VARIANTS[name].hindsight]  # the best of "order ..."
+    chosen = choose(config.suites, config.variants, config.sparsities)
+    pairs = [(name, sparsity) for name, sparsity in chosen if not VARIANTS[name].hindsight]  # the best of "order ..."
     device = resolve_device(config.device)
     check_writable(config.out)
     groups = _groups(config)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from ..compare import folder as folders
 from ..compare.claim import claim_settings, read_settings
 from ..compare.clip import Clip, generate_clip
@@ -17,13 +15,14 @@ from ..compare.config import DENSE, RunConfig
 from ..compare.files import remove_parts
 from ..compare.lines import LineWriter, line_writer, read_lines
 from ..compare.methods import METHODS
+from ..compare.pair_metrics import load_alex, measure_clips
 from ..compare.prepare import Prepared, prepare, resolve_place
 from ..compare.report import environment
 from ..compare.shards import Deadline, Shard
 from ..compare.ticker import Ticker
 from ..compare.video import to_uint8, write_mp4
 from ..errors import UserInputError
-from ..eval import DEFAULT_METRICS, LoadedLpips, MissingWeightsError, load_lpips, measure
+from ..eval import LoadedLpips
 from ..pipelines.loading import weights_digest
 from .suite import Suite, load_suite, video_name
 
@@ -112,7 +111,7 @@ def generate_suite(
         (config.out / run).mkdir(exist_ok=True)
     items = [(prompt, index) for prompt in suite.prompts for index in range(config.videos)]
     mine = shard.of(items)
-    lpips = _lpips(ready.pipe) if config.with_dense else {}
+    lpips = {"alex": load_alex(ready.pipe._execution_device)} if config.with_dense else {}
     with line_writer(config.out / f"{MANIFEST}-{shard.index}.jsonl") as lines:
         finished = finished_videos(config.out, config.runs)
         todo = [item for item in mine if item not in finished]
@@ -177,9 +176,7 @@ def _make(
             record["sparsity"] = {name: summary[name] for name in kept}
         record["seconds"][run] = round(clips[run].seconds_total, 4)
     if config.with_dense:
-        place = pipe._execution_device if pipe._execution_device.type == "cuda" else torch.device("cpu")
-        pair = clips["dense"].frames, clips["sparse"].frames
-        results = measure(*pair, metrics=DEFAULT_METRICS, lpips=lpips, device=place)
+        results = measure_clips(pipe, clips["dense"], clips["sparse"], lpips)
         record["metrics"] = {name: result.mean for name, result in results.items()}
         record["reasons"] = {name: result.reason for name, result in results.items() if result.reason}
     for run, clip in clips.items():
@@ -207,13 +204,6 @@ def _settings(ready: Prepared[VBenchConfig], suite: Suite) -> dict[str, Any]:
         },
         "environment": {key: place[key] for key in ("versions", "device", "device_name", "vae_dtype", "pipeline")},
     }
-
-
-def _lpips(pipe: Any) -> dict[str, LoadedLpips | str]:
-    try:
-        return {"alex": load_lpips("alex", device=pipe._execution_device if pipe.device.type == "cuda" else "cpu")}
-    except MissingWeightsError as error:
-        return {"alex": str(error)}
 
 
 def clear_parts(out: Path, runs: Sequence[str]) -> None:
