@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from ...errors import UserInputError
-from .settings import build_settings, read_settings_file
-from .stage_config import StageConfig
+from .settings import Settings
+from .stage_config import StageConfig, check_phases, phase_at
 
 FRAMES_PER_LATENT = 4
 PIXELS_PER_LATENT = 8
@@ -120,13 +116,11 @@ class ClipStageConfig(StageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ends = [phase.until for phase in self.phases]
-        if not ends or ends != sorted(set(ends)) or ends[-1] != 1:
-            raise UserInputError(f"phases must end at rising shares up to 1, got {ends}")
+        check_phases(self.phases)
 
     def phase(self, progress: float) -> Phase:
         """The phase that holds at `progress` in [0, 1]."""
-        return next((phase for phase in self.phases if progress < phase.until), self.phases[-1])
+        return phase_at(self.phases, progress)
 
     def sizes(self, progress: float = 1.0) -> list[tuple[int, int, int]]:
         """(frames, height, width) of the clips used up to `progress`, extra sizes included, in order."""
@@ -282,7 +276,7 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Settings):
     """A whole run.
 
     Args:
@@ -302,27 +296,3 @@ class TrainConfig:
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     dit: DitConfig = field(default_factory=DitConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """Build from nested mappings; absent keys keep their defaults.
-
-        Raises:
-            UserInputError: For an unknown key or a value out of range.
-        """
-        config: TrainConfig = build_settings(cls, values)
-        return config
-
-    @classmethod
-    def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
-        """Read a TOML or JSON file and apply overrides.
-
-        Args:
-            path: `.json` or `.toml`; None = defaults.
-            overrides: `part.name=value` with the value in JSON (a bare word is a string), for example
-                `dit.seconds=600`.
-        """
-        return cls.from_dict(read_settings_file(path, overrides))

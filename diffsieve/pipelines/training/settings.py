@@ -7,10 +7,34 @@ import json
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ...errors import UserInputError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of the settings of a whole run."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build from nested mappings; absent keys keep their defaults.
+
+        Raises:
+            UserInputError: an unknown key or a value out of range.
+        """
+        settings: Self = build_settings(cls, values)
+        return settings
+
+    @classmethod
+    def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> Self:
+        """Read a file and apply overrides; see `read_settings_file`."""
+        return cls.from_dict(read_settings_file(path, overrides))
 
 
 def read_settings_file(path: Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from ...errors import UserInputError
+
+
+class _Phase(Protocol):
+    @property
+    def until(self) -> float: ...
+
+
+_P = TypeVar("_P", bound=_Phase)
+
+
+def check_phases(phases: Sequence[_Phase]) -> None:
+    """Raise `UserInputError` unless the phases of a stage end at rising shares of it, the last one at 1."""
+    ends = [phase.until for phase in phases]
+    if not ends or ends != sorted(set(ends)) or ends[-1] != 1:
+        raise UserInputError(f"phases must end at rising shares up to 1, got {ends}")
+
+
+def phase_at(phases: Sequence[_P], progress: float) -> _P:
+    """The phase that holds at `progress` in [0, 1]."""
+    return next((phase for phase in phases if progress < phase.until), phases[-1])
 
 
 @dataclass(frozen=True)

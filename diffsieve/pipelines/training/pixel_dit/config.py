@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from ....errors import UserInputError
-from ..settings import build_settings, read_settings_file
-from ..stage_config import StageConfig
+from ..settings import Settings
+from ..stage_config import StageConfig, check_phases, phase_at
 
 OPTIMIZERS = ("muon", "adamw")
 MAX_SIDE = 1024
@@ -122,9 +118,7 @@ class PixelStageConfig(StageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ends = [phase.until for phase in self.phases]
-        if not ends or ends != sorted(set(ends)) or ends[-1] != 1:
-            raise UserInputError(f"phases must end at rising shares up to 1, got {ends}")
+        check_phases(self.phases)
         if self.optimizer not in OPTIMIZERS:
             raise UserInputError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
         for name in ("class_dropout", "uniform_share", "flip_share"):
@@ -135,7 +129,7 @@ class PixelStageConfig(StageConfig):
 
     def phase(self, progress: float) -> ImagePhase:
         """The phase that holds at `progress` in [0, 1]."""
-        return next((phase for phase in self.phases if progress < phase.until), self.phases[-1])
+        return phase_at(self.phases, progress)
 
     @property
     def side(self) -> int:
@@ -172,7 +166,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
-class PixelTrainConfig:
+class PixelTrainConfig(Settings):
     """A whole run.
 
     Args:
@@ -190,21 +184,3 @@ class PixelTrainConfig:
     dit: PixelStageConfig = field(default_factory=PixelStageConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     data_note: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> PixelTrainConfig:
-        """Build from nested mappings; absent keys keep their defaults.
-
-        Raises:
-            UserInputError: an unknown key or a value out of range.
-        """
-        config: PixelTrainConfig = build_settings(cls, values)
-        return config
-
-    @classmethod
-    def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> PixelTrainConfig:
-        """Read a TOML or JSON file and apply overrides such as `dit.seconds=600`; see `read_settings_file`."""
-        return cls.from_dict(read_settings_file(path, overrides))
