@@ -8,13 +8,11 @@ from typing import Any
 
 import gradio as gr
 
-from .errors import explain
-from .events import MODEL_QUEUE, owner_of
+from .events import MODEL_QUEUE, owner_of, told
 from .handlers import Handlers
 from .limits import Request, parse_percentages
 from .page import SWEEP, Page
 from .store import Run
-from .views import plain
 
 _CLIPS = ("dense", "sparse", "side_by_side")
 
@@ -22,40 +20,29 @@ _CLIPS = ("dense", "sparse", "side_by_side")
 def add_api(page: Page, handlers: Handlers) -> None:
     """Add the endpoints; their components are not shown."""
 
-    def failed(error: Exception) -> gr.Error:
-        return gr.Error(plain(str(explain(error))), print_exception=False)
-
     def compare(*arguments: Any) -> tuple[Any, ...]:
         *values, request, progress = arguments
-        try:
+        with told():
             run = handlers.compare(Request(*values), owner=owner_of(request), tell=_teller(progress))
-        except Exception as error:
-            raise failed(error) from error
         return *(_published(run, key) for key in _CLIPS), {"id": run.id, "report": run.report}
 
     def sweep(*arguments: Any) -> dict[str, Any]:
         *values, sparsities, request, progress = arguments
-        try:
+        with told():
             runs = handlers.sweep(
                 Request(*values), parse_percentages(sparsities), owner=owner_of(request), tell=_teller(progress)
             )
-        except Exception as error:
-            raise failed(error) from error
         return {"runs": [{"id": run.id, "report": run.report} for run in runs]}
 
     def attention(run_id: Any, layer: Any, step: Any, head: Any, frame: Any, row: Any, column: Any) -> tuple[Any, ...]:
-        try:
+        with told():
             spot = handlers.spot_view(run_id, layer, step, head, (frame, row, column))
             mask = handlers.mask_view(run_id, layer, step, head)
-        except Exception as error:
-            raise failed(error) from error
         return mask, spot.picture, {"attended": spot.attended, "tokens": spot.tokens}
 
     def masks(run_id: Any) -> dict[str, Any]:
-        try:
+        with told():
             found = handlers.masks(run_id)
-        except Exception as error:
-            raise failed(error) from error
         layers = {layer: found.steps_of(layer) for layer in found.layer_names()}
         return {"layers": layers, "heads": found.heads, "grid": found.grid_thw, "block_size": found.block_size}
 

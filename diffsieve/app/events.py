@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ class _Events:
         return {self.page.status: line} | self._show(examples[number]) | self._settings(examples[number])
 
     def on_open(self, ids: Any, event: gr.SelectData) -> dict[Any, Any]:
-        with _told():
+        with told():
             run = self.handlers.store.find(ids[event.index])
         line = views.status(f"Shown: {views.run_title(run)}", "good")
         return {self.page.status: line} | self._show(run) | self._settings(run)
@@ -287,7 +288,7 @@ class _Events:
         """Return the mask, the picture and the line of one place."""
         if run_id is None or layer is None:
             return None, None, views.empty("No block mask yet", "Compare first, or take an example.")
-        with _told():
+        with told():
             mask = self.handlers.mask_view(run_id, layer, step, head)
             return mask, *self._spot(self.handlers.spot_view(run_id, layer, step, head, token), head)
 
@@ -301,7 +302,7 @@ class _Events:
         return spot.picture, f'<p class="ds-spot">{text}</p>'
 
     def on_change_layer(self, run_id: Any, layer: Any, step: Any, head: Any, *token: Any) -> tuple[Any, ...]:
-        with _told():
+        with told():
             steps = self.handlers.masks(run_id).steps_of(str(layer))
         step = step if step in steps else steps[-1]
         choices = gr.update(choices=[(str(number + 1), number) for number in steps], value=step)
@@ -310,7 +311,7 @@ class _Events:
     def on_click(
         self, run_id: Any, layer: Any, step: Any, head: Any, frame: Any, event: gr.SelectData
     ) -> tuple[Any, ...]:
-        with _told():
+        with told():
             token = self.handlers.locate(run_id, frame, *event.index)
         if token is None:
             return tuple(gr.skip() for _ in range(6))
@@ -345,7 +346,7 @@ class _Events:
         return gr.update(value="Give the run that is shown free" if run and run.kept else "Keep the run that is shown")
 
     def on_pair(self, left: Any, right: Any) -> tuple[str, str]:
-        with _told():
+        with told():
             runs = self.handlers.pair(left, right)
             labels = [views.run_label(run) for run in runs]
             if labels[0] == labels[1]:
@@ -359,14 +360,13 @@ class _Events:
         return player, views.metrics_table(named) + views.curves(named) + views.cost_table(named)
 
 
-class _told:  # noqa: N801
-    """Turns what a handler raises into a toast."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception):
-            raise gr.Error(views.plain(str(explain(error))), print_exception=False) from error
+@contextmanager
+def told() -> Iterator[None]:
+    """Turn what a handler raises into a toast of the page, and an error of a program's call."""
+    try:
+        yield
+    except Exception as error:
+        raise gr.Error(views.plain(str(explain(error))), print_exception=False) from error
 
 
 def owner_of(request: gr.Request | None) -> str:

@@ -136,7 +136,7 @@ class Handlers:
         path = run.file("masks")
         if path is None:
             method = run.report["settings"]["method"]
-            if "density_sparse_steps" in run.clip["sparsity"] and run.clip["sparsity"]["density_sparse_steps"] is None:
+            if run.clip["sparsity"]["density_sparse_steps"] is None:
                 raise AppError("every step of this run was dense, so there is no block mask")
             raise AppError(f"{METHODS[method].label} has no block mask to show")
         return _masks(str(path), path.stat().st_mtime_ns)

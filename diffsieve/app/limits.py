@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -174,14 +173,8 @@ def parse_percentages(text: Any) -> list[float]:
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
     """Return a whole number in [low, high]; JSON has one kind of number, so 14.0 counts as 14."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or value != value
-        or value in (math.inf, -math.inf)
-    ):
-        raise UserInputError(f"{name} must be a whole number from {low:,} to {high:,}, got {shown(value)}")
-    if int(value) != value or not low <= value <= high:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if not known or not low <= value <= high or int(value) != value:
         raise UserInputError(f"{name} must be a whole number from {low:,} to {high:,}, got {shown(value)}")
     return int(value)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..compare.report import environment
 from ..errors import UserInputError
+from ..eval.weights import cache_folder
 from .handlers import Handlers
 from .limits import Limits
 from .models import Shelf, offered_models
@@ -46,7 +47,7 @@ _HEADERS = {
 
 def default_folder() -> Path:
     """Return where runs are kept unless a folder is given."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "diffsieve" / "app"
+    return cache_folder() / "app"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Arguments of a comparison in the order in which people read them, with the default that may be left out.
+# Arguments of a comparison in the order in which people read them.
 _FIELDS = (
     "method",
     "preset",

@@ -156,7 +156,9 @@ class Store:
         found = [run for run in map(self._read, self._folders()) if run is not None]
         # Times in reports are whole seconds; that of the folder tells runs of one second apart.
         return sorted(
-            found, key=lambda run: (not run.example, run.report["created"], _age_stamp(run.folder)), reverse=True
+            found,
+            key=lambda run: (not run.example, run.report["created"], run.folder.stat().st_mtime),
+            reverse=True,
         )
 
     def keep(self, run_id: Any, kept: bool) -> Run:
@@ -188,9 +190,8 @@ class Store:
             try:
                 os.link(source, target)
             except OSError:  # another file system
-                part = target.with_name(f".{target.name}-{os.getpid()}")
-                shutil.copyfile(source, part)
-                os.replace(part, target)
+                with atomic_path(target) as part:
+                    shutil.copyfile(source, part)
         return target
 
     def publish_text(self, run: Run, name: str, text: str) -> Path:
@@ -204,7 +205,8 @@ class Store:
     def clean(self) -> None:
         """Remove runs and dense clips that are too old, and the oldest while all together are too large."""
         now = time.time()
-        entries = [(_age_stamp(folder), _size(folder), folder) for folder in self._runs.iterdir() if folder.is_dir()]
+        runs = [folder for folder in self._runs.iterdir() if folder.is_dir()]
+        entries = [(folder.stat().st_mtime, _size(folder), folder) for folder in runs]
         entries += [(path.stat().st_mtime, path.stat().st_size, path) for path in self.dense_clips.iterdir()]
         total = sum(size for _, size, _ in entries)
         for stamp, size, path in sorted(entries):
@@ -234,10 +236,6 @@ class Store:
 def run_digest(settings: Mapping[str, Any]) -> str:
     """Return 16 hexadecimal digits that stand for settings: equal ones give the same run."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _age_stamp(folder: Path) -> float:
-    return folder.stat().st_mtime
 
 
 def _size(folder: Path) -> int:
