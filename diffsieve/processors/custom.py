@@ -25,9 +25,12 @@ def use_custom_selection(pipeline_or_transformer: Any, make: Callable[[str], Cus
     controllers = controllers_of(pipeline_or_transformer)
     if not controllers:
         raise UserInputError("a custom selection needs BA-Att: call apply_sparse_attention(pipe, config) first")
+    chosen = []
     for controller in controllers:
         for layer in controller.layers:
             custom = make(f"{controller.name}.{layer.name}")
             if custom is not None and custom.order is not None and controller.config.calibrates:
                 raise UserInputError('order must not be "auto" beside a custom order, which would replace it')
-            layer.processor._custom = custom
+            chosen.append((layer.processor, custom))
+    for processor, custom in chosen:
+        processor._custom = custom

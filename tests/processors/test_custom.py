@@ -62,6 +62,10 @@ def test_refusals():
     custom = CustomSelection(order=lambda q, k, grid: TokenOrders(None, None))
     with pytest.raises(UserInputError, match='must not be "auto"'):
         use_custom_selection(pipe, lambda layer: custom)
+    first = {"transformer.blocks.0": CustomSelection(select=first_blocks)}
+    with pytest.raises(UserInputError, match='must not be "auto"'):
+        use_custom_selection(pipe, lambda layer: first.get(layer, custom))
+    assert all(block.attn1.processor._custom is None for block in pipe.transformer.blocks)
 
 
 def test_selecting_everything_is_dense_attention(generator):
