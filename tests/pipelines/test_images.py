@@ -1,7 +1,9 @@
 """Picture sets: folders and archives, classes, transparency, damaged files."""
 
+import shutil
 import tarfile
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 from PIL import Image
 
 from diffsieve import UserInputError
+from diffsieve.pipelines.training.pixel_dit import images as images_module
 from diffsieve.pipelines.training.pixel_dit.images import load_images, resized
 
 
@@ -93,6 +96,18 @@ def test_damaged_pictures_are_skipped_named_and_counted(folder):
     assert images.labels.tolist() == [0, 0, 1]
     assert [name for name, _ in images.skipped] == ["cats/cut.png", "dogs/empty.jpg", "dogs/lies.webp"]
     assert images.describe_skipped().startswith("3 unreadable pictures were skipped: cats/cut.png: ")
+    assert images.describe_skipped().endswith("; dogs/lies.webp: no picture of a known format")
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_a_picture_too_large_to_unpack_is_named(tmp_path, folder, monkeypatch, kind):
+    large = folder / "dogs" / "large.png"
+    large.write_bytes(b"0" * 3000)
+    archive = Path(shutil.make_archive(str(tmp_path / "photos"), kind, folder))
+    monkeypatch.setattr(images_module, "_MAX_FILE_BYTES", 2999)
+    images = load_images(archive, 4)
+    assert len(images) == 3
+    assert images.skipped == (("dogs/large.png", "larger than 2999 bytes"),)
 
 
 def test_bad_sources_are_named(tmp_path, folder):

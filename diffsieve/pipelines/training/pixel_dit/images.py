@@ -161,7 +161,8 @@ def _folder_names(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def _archive_members(archive: Path) -> Iterator[tuple[str, bytes]]:
+def _archive_members(archive: Path) -> Iterator[tuple[str, bytes | None]]:
+    """Name and content of every picture; None for one that is too large to be unpacked."""
     if not archive.is_file():
         raise UserInputError(f"data must be a folder or an archive of pictures, got {archive}, which does not exist")
     if not archive.name.lower().endswith(_ARCHIVES):
@@ -170,15 +171,16 @@ def _archive_members(archive: Path) -> Iterator[tuple[str, bytes]]:
         if archive.suffix.lower() == ".zip":
             with zipfile.ZipFile(archive) as file:
                 for info in file.infolist():
-                    if _is_picture(info.filename) and info.file_size <= _MAX_FILE_BYTES:
-                        yield info.filename, file.read(info)
+                    if _is_picture(info.filename):
+                        yield info.filename, file.read(info) if info.file_size <= _MAX_FILE_BYTES else None
             return
         with tarfile.open(archive) as tar:
             for member in tar:
-                if member.isfile() and _is_picture(member.name) and member.size <= _MAX_FILE_BYTES:
+                if member.isfile() and _is_picture(member.name):
                     content = tar.extractfile(member)
                     assert content is not None  # a plain file
-                    yield str(PurePosixPath(member.name)), content.read()
+                    small = member.size <= _MAX_FILE_BYTES
+                    yield str(PurePosixPath(member.name)), content.read() if small else None
     except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, RuntimeError) as error:
         raise UserInputError(f"data must be a readable archive, got {archive}: {error}") from error
 
@@ -196,15 +198,19 @@ def _decode_file(path: Path, side: int) -> np.ndarray | str:
         return error.strerror or str(error)
 
 
-def _decode(content: bytes, side: int) -> np.ndarray | str:
+def _decode(content: bytes | None, side: int) -> np.ndarray | str:
     """(3, S, S) uint8, or why the picture cannot be read."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
+    if content is None:
+        return f"larger than {_MAX_FILE_BYTES} bytes"
     try:
         with Image.open(io.BytesIO(content)) as picture:
             picture.draft("RGB", (side, side))  # a JPEG is read at a fraction of its size where that is enough
             square = _middle_square(_on_white(picture))
             return np.asarray(square.resize((side, side), Image.Resampling.LANCZOS)).transpose(2, 0, 1)
+    except UnidentifiedImageError:
+        return "no picture of a known format"  # Pillow's own message is an address in memory
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         return " ".join(str(error).split())[:200] or type(error).__name__
 
