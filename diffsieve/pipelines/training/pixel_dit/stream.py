@@ -15,8 +15,9 @@ _EPOCH_FACTOR = 1_000_003
 class ImageStream:
     """Draws the batches of one process.
 
-    Every picture comes once in an epoch, in an order of its own for each epoch, over all processes together. A step
-    takes the same pictures whenever it is drawn, so a resumed run neither loses nor repeats any.
+    Every picture comes once in an epoch, in an order of its own for each epoch, over all processes together; a phase
+    with another batch size goes on at another place. A step takes the same pictures whenever it is drawn, so a resumed
+    run neither loses nor repeats any.
 
     Args:
         images: the set, at the side of the largest phase.
