@@ -52,13 +52,19 @@ def say(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def leg_text(result: Mapping[str, Any], what: str) -> str:
-    """Say for people where a run stands."""
-    lines = [f"{result['done']} {what} done in {result['out']}"]
+def leg_text(result: Mapping[str, Any], what: str, report: str | None = None) -> str:
+    """Say for people where a run stands.
+
+    Args:
+        result: with `out`, `done`, `missing` and `other_shards_missing`.
+        what: the pieces of work.
+        report: the files that are written when all are there, if any.
+    """
+    lines = [f"{result['done']} {what} in {result['out']}"]
     if result["missing"]:
         lines.append(f"{result['missing']} left for this process: the same command goes on")
     if result["other_shards_missing"]:
         lines.append(f"{result['other_shards_missing']} left for other shards")
-    if not result["missing"] and not result["other_shards_missing"]:
-        lines.append("all there: study.json, study.html")
+    if report is not None and not result["missing"] and not result["other_shards_missing"]:
+        lines.append(f"all there: {report}")
     return "\n".join(lines)

@@ -42,7 +42,7 @@ def format_comparison(report: Mapping[str, Any], out: Path) -> str:
     if len(report["clips"]) > 1:
         table.add_section()
         _add_statistics(table, report["summary"])
-    lines = [_render(table).rstrip()]
+    lines = [render(table)]
     floor = report["floor"]
     if floor:
         figures = f"PSNR {_number(floor['psnr']['mean'], 2)} dB, SSIM {_number(floor['ssim']['mean'], 4)}"
@@ -74,7 +74,7 @@ def format_evaluation(report: Mapping[str, Any], out: Path) -> str:
         table.add_column(Text(row[0]), justify="right" if number else "left", overflow="fold")
     for cells in list(zip(rows.headings, *rows.rows, strict=True))[1:]:
         table.add_row(*(Text(cell) for cell in cells))  # as they are: "lpips[alex]" is no markup
-    lines = [_render(table).rstrip(), *(f"note: {note}" for note in report["notes"])]
+    lines = [render(table), *(f"note: {note}" for note in report["notes"])]
     return "\n".join([*lines, "", f"written to {out}: report.json, metrics.csv, report.html"])
 
 
@@ -92,7 +92,7 @@ def format_generation(report: Mapping[str, Any], out: Path) -> str:
         steps = f"{sparsity['steps_dense']}/{sparsity['steps_total']}" if clip["sparsity"] else "all"
         density = _number(sparsity["density_overall"], 3)
         table.add_row(_flexible(clip["file"]), str(clip["seed"]), density, steps, _number(clip["seconds"]["total"], 1))
-    return "\n".join([_render(table).rstrip(), "", f"written to {out}, with report.json"])
+    return "\n".join([render(table), "", f"written to {out}, with report.json"])
 
 
 def _title(report: Mapping[str, Any]) -> str:
@@ -145,10 +145,11 @@ def _number(value: float | None, digits: int, unit: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
-def _render(table: Table) -> str:
+def render(table: Table, narrowest: int = _NARROWEST) -> str:
+    """Draw a table for a terminal, or `narrowest` characters wide or more for a file."""
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, _NARROWEST)
+        console.width = max(console.width, narrowest)
     with console.capture() as capture:
         console.print(table)
-    return capture.get()
+    return capture.get().rstrip()

@@ -10,6 +10,8 @@ from . import legs
 from . import run_options as flags
 from .options import ConfigFile, DebugFlag, JsonFlag, emit
 
+_REPORT = "study.json, study.html"
+
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Compare ways to choose blocks: presets, parts, other methods."
 )
@@ -19,7 +21,7 @@ Suite = Annotated[
     list[str] | None,
     typer.Option(
         "--suite",
-        help="Set of variants: fidelity (all), orders (presets, orders, mean pooling) or sort. May be repeated.",
+        help="Variants: fidelity (most), orders (presets, orders, mean pooling), sort (the paper's sort). Repeatable.",
         show_default="fidelity",
     ),
 ]
@@ -92,7 +94,7 @@ def clips(
     result = room.study_clips(
         settings, shard=part, deadline=deadline, progress=legs.say, command=["diffsieve", *sys.argv[1:]]
     )
-    emit(result, as_json=json, text=legs.leg_text(result, "clips"))
+    emit(result, as_json=json, text=legs.leg_text(result, "clips", _REPORT))
     legs.end_leg(result)
 
 
@@ -131,7 +133,7 @@ def recall(
     result = room.study_recall(
         settings, shard=part, deadline=deadline, progress=legs.say, command=["diffsieve", *sys.argv[1:]]
     )
-    emit(result, as_json=json, text=legs.leg_text(result, "captured calls"))
+    emit(result, as_json=json, text=legs.leg_text(result, "captured calls", _REPORT))
     legs.end_leg(result)
 
 

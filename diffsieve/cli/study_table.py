@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from .run_tables import render
 
 if TYPE_CHECKING:
     from ..compare.page import Table as Rows
@@ -31,9 +32,4 @@ def render_table(rows: "Rows") -> str:
         table.add_column(Text(heading), justify="right" if number else "left")
     for row in rows.rows:
         table.add_row(*(Text(cell) for cell in row))  # as they are: "lpips[alex]" is no markup
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, _NARROWEST)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip()
+    return render(table, _NARROWEST)

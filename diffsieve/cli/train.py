@@ -1,17 +1,26 @@
 """`diffsieve train`: train the models that ship with the package, and pixel DiTs on pictures of one's own."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from .legs import EXIT_PAUSED
 from .options import ConfigFile, DebugFlag, JsonFlag, emit
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Train the models that ship with the package, or a pixel DiT."
 )
 
-EXIT_PAUSED = 3
+Out = Annotated[Path, typer.Option(help="Folder of the run.")]
+CopyTo = Annotated[
+    Path | None, typer.Option(help="Folder that gets weights and results after every save, without the state.")
+]
+Settings = Annotated[Path | None, typer.Option(metavar="FILE", help="TOML or JSON file of training settings.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="PART.NAME=VALUE", help="Change one training setting.")
+]
 
 
 @app.callback()
@@ -21,7 +30,7 @@ def _group() -> None:
 
 @app.command("mini-wan")
 def mini_wan(
-    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    out: Out,
     sprites: Annotated[Path, typer.Option(help="File of `diffsieve data sprites`.")] = Path(".data/sprites.npz"),
     stage: Annotated[
         str,
@@ -40,15 +49,9 @@ def mini_wan(
     start_from: Annotated[
         Path | None, typer.Option(help="Trained weights to begin with: an exported model, a run, or a stage of one.")
     ] = None,
-    copy_to: Annotated[
-        Path | None, typer.Option(help="Folder that gets weights and results after every save, without the state.")
-    ] = None,
-    settings: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML or JSON file of training settings.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="PART.NAME=VALUE", help="Change one training setting.")
-    ] = None,
+    copy_to: CopyTo = None,
+    settings: Settings = None,
+    overrides: Overrides = None,
     json: JsonFlag = False,
     config: ConfigFile = None,
     debug: DebugFlag = False,
@@ -73,15 +76,12 @@ def mini_wan(
             report=progress.report,
             announce=progress.announce,
         )
-    if summary.pop("main_process"):
-        emit(summary, as_json=json, text=_text(summary))
-    if not summary["finished"]:
-        raise typer.Exit(EXIT_PAUSED)
+    _end(summary, _text, as_json=json)
 
 
 @app.command("pixel-dit")
 def pixel_dit(
-    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    out: Out,
     data: Annotated[Path, typer.Option(help="Folder or archive of pictures; its subfolders are the classes.")] = Path(
         ".data/emoji"
     ),
@@ -96,18 +96,12 @@ def pixel_dit(
         Path | None,
         typer.Option(help="Weights to begin with, of any picture size: an exported model, a run, or its stage."),
     ] = None,
-    copy_to: Annotated[
-        Path | None, typer.Option(help="Folder that gets weights and results after every save, without the state.")
-    ] = None,
+    copy_to: CopyTo = None,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Folder for a TensorBoard log; needs the package tensorboard.")
     ] = None,
-    settings: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML or JSON file of training settings.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="PART.NAME=VALUE", help="Change one training setting.")
-    ] = None,
+    settings: Settings = None,
+    overrides: Overrides = None,
     json: JsonFlag = False,
     config: ConfigFile = None,
     debug: DebugFlag = False,
@@ -137,8 +131,13 @@ def pixel_dit(
             report=report,
             announce=progress.announce,
         )
+    _end(summary, _pixel_text, as_json=json)
+
+
+def _end(summary: dict[str, Any], text: Callable[[dict[str, Any]], str], *, as_json: bool) -> None:
+    """Print the result in the main process, and leave with exit code 3 when the leg paused."""
     if summary.pop("main_process"):
-        emit(summary, as_json=json, text=_pixel_text(summary))
+        emit(summary, as_json=as_json, text=text(summary))
     if not summary["finished"]:
         raise typer.Exit(EXIT_PAUSED)
 

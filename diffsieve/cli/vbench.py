@@ -95,11 +95,7 @@ def generate(
     from .. import vbench as room
 
     result = room.generate_suite(room.VBenchConfig(**values), shard=part, deadline=deadline, progress=legs.say)
-    text = f"{result['done']} videos in {result['out']}"
-    for key, whose in (("missing", "this process: the same command goes on"), ("other_shards_missing", "other shards")):
-        if result[key]:
-            text += f"\n{result[key]} left for {whose}"
-    emit(result, as_json=json, text=text)
+    emit(result, as_json=json, text=legs.leg_text(result, "videos"))
     legs.end_leg(result)
 
 

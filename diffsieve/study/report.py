@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -135,18 +134,3 @@ def _place(row: tuple[str, float | None]) -> tuple[float, int]:
     variant, sparsity = row
     known = list(VARIANTS)
     return (-1.0 if sparsity is None else sparsity, known.index(variant) if variant in known else -1)
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """Read a study.json.
-
-    Raises:
-        UserInputError: it is none.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserInputError(f"{path} cannot be read as a study: {error}") from None
-    if not isinstance(values, dict) or values.get("schema") != STUDY_SCHEMA:
-        raise UserInputError(f"{path} must be a study.json of this version, got another file")
-    return values

@@ -12,8 +12,8 @@ from ..compare.page import Table, metric_text, metric_title
 from ..errors import UserInputError
 from ..eval import summarize
 from .generate import MANIFEST, RUNS, read_generated
-from .score import SCORE_SCHEMA, SCORES
-from .suite import DIMENSIONS
+from .score import FLICKERING, SCORE_SCHEMA, SCORES
+from .suite import DIMENSIONS, SCORED_VIDEOS
 
 TABLE_SCHEMA = "diffsieve.vbench.table/1"
 _AGREE = 1e-4  # two decoders may differ by a level here and there
@@ -105,11 +105,11 @@ def _notes(scores: dict[str, dict[str, Any]], settings: dict[str, Any]) -> set[s
     if suite["limit"] is not None:
         notes.add(f"{suite['prompts']} prompts, spread evenly over those of the dimensions: no official list of VBench")
     for name, record in scores.items():
-        if record["videos_per_prompt"] < 5:
-            notes.add(f"{record['videos_per_prompt']} videos of each prompt, where VBench takes 5")
+        if record["videos_per_prompt"] < SCORED_VIDEOS:
+            notes.add(f"{record['videos_per_prompt']} videos of each prompt, where VBench takes {SCORED_VIDEOS}")
         if record["videos"] < record["expected_videos"]:
             notes.add(f"{name}: VBench found the object in {record['videos']} of {record['expected_videos']} videos")
-        if name == "temporal_flickering":
+        if name == FLICKERING:
             notes.add("temporal_flickering without the static filter of VBench; it rewards blur and stillness")
             difference = record["in_process_difference"]
             if difference is not None and difference > _AGREE:
