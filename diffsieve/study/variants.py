@@ -105,7 +105,10 @@ SUITES: dict[str, tuple[float, ...]] = {
     "orders": (0.5,),
     "sort": (0.9, 0.7, 0.5),
 }
-"""Named sets of variants with their sparsities: everything; the presets, orders and mean pooling; the sort ablation."""
+"""Named sets of variants with their sparsities.
+
+All but the parts of the sort; the presets, orders and mean pooling; the ablation of the sort.
+"""
 
 
 def choose(suites: Sequence[str], variants: Sequence[str], sparsities: Sequence[float]) -> list[tuple[str, float]]:
