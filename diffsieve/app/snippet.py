@@ -20,6 +20,7 @@ _FIELDS = (
     "width",
     "guidance_scale",
     "negative_prompt",
+    "dtype",
 )
 
 

@@ -131,6 +131,7 @@ def test_the_python_lines_build_the_same_configuration(run):
         "frames",
         "width",
         "height",
+        "dtype",
     ):
         assert made[name] == settings[name], name
     assert made["negative_prompt"] == "<b>"
