@@ -22,7 +22,18 @@ logger = logging.getLogger(__name__)
 
 # Settings that change how the sparse run attends or what is written, but no bit of the dense clip.
 _NOT_OF_DENSE = frozenset(
-    {"attention", "backend", "block_size", "fps", "mask_layer", "method", "min_tokens", "preset", "save_frames"}
+    {
+        "attention",
+        "backend",
+        "block_size",
+        "floor",
+        "fps",
+        "mask_layer",
+        "method",
+        "min_tokens",
+        "preset",
+        "save_frames",
+    }
     | {"save_masks", "sparsity", "topk", "warmup"}
 )
 

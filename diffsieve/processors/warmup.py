@@ -5,6 +5,13 @@ from .clock import StepClock
 from .config import BAAttConfig
 
 
+def dense_steps(warmup: int | float, num_steps: int) -> int:
+    """Return the dense steps that `BAAttConfig.warmup_steps` stands for: a count, or a share of `num_steps`."""
+    if not isinstance(warmup, float):
+        return warmup
+    return max(1, int(warmup * num_steps + 0.5)) if warmup else 0
+
+
 class Warmup:
     """The warm-up of a config: a number or share of steps, a noise level, or both (the stricter wins)."""
 
@@ -18,17 +25,15 @@ class Warmup:
         Raises:
             UserInputError: it is a share, and the number of steps is unknown.
         """
-        if not isinstance(self._steps, float):
-            return self._steps
-        if self._steps == 0:
-            return 0
-        if clock.num_steps is None:
+        if clock.num_steps is not None:
+            return dense_steps(self._steps, clock.num_steps)
+        if isinstance(self._steps, float) and self._steps:
             raise UserInputError(
                 f"warmup_steps={self._steps} is a share of the steps, but a transformer without its pipeline does not "
                 "know how many there are: give a count such as warmup_steps=10, or write "
                 "apply_sparse_attention(pipe, config) for the whole pipeline"
             )
-        return max(1, int(self._steps * clock.num_steps + 0.5))
+        return int(self._steps)
 
     def covers(self, clock: StepClock, step: int) -> bool | None:
         """Return whether a step of the present generation is in the warm-up, None where its noise level is unknown."""

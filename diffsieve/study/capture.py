@@ -20,6 +20,7 @@ from ..compare.report import environment, now
 from ..compare.shards import Deadline, Shard
 from ..errors import UserInputError
 from ..pipelines.loading import weights_digest
+from ..processors.warmup import dense_steps
 from .captured import DONE, Captured, write_captured
 
 SETTINGS = "capture.settings.json"
@@ -47,13 +48,6 @@ class CaptureConfig(RunConfig):
     steps_kept: tuple[int, ...] = ()
     both_branches: bool = False
     out: Path = Path("outputs/capture")
-
-
-def warmup_steps(warmup: int | float, steps: int) -> int:
-    """Return the dense steps at the start, as BA-Att counts them."""
-    if not isinstance(warmup, float):
-        return warmup
-    return max(1, int(warmup * steps + 0.5)) if warmup else 0
 
 
 def capture(
@@ -190,5 +184,5 @@ def _read_record(folder: Path, prompt: str) -> dict[str, Any] | None:
 def _telling_steps(config: CaptureConfig) -> tuple[int, ...]:
     assert config.steps is not None
     assert config.warmup is not None
-    first = min(warmup_steps(config.warmup, config.steps), config.steps - 1)
+    first = min(dense_steps(config.warmup, config.steps), config.steps - 1)
     return tuple(dict.fromkeys([max(first - 1, 0), *spread(range(first, config.steps), _LATER)]))

@@ -24,7 +24,7 @@ from ..compare.shards import Deadline, Shard
 from ..compare.ticker import Ticker
 from ..eval import LoadedLpips
 from ..pipelines.loading import weights_digest
-from .capture import warmup_steps
+from ..processors.warmup import dense_steps
 from .hindsight import Hindsight
 from .prompts import study_prompts
 from .report import CLIPS, CLIPS_SCHEMA, CLIPS_SETTINGS, write_report
@@ -260,7 +260,7 @@ def _watched_steps(config: StudyConfig) -> tuple[int, ...]:
     """Sparse steps whose errors decide the hindsight: the first, the middle and the last."""
     assert config.steps is not None
     assert config.warmup is not None
-    first = min(warmup_steps(config.warmup, config.steps), config.steps - 1)
+    first = min(dense_steps(config.warmup, config.steps), config.steps - 1)
     return tuple(spread(range(first, config.steps), _WATCHED_STEPS))
 
 

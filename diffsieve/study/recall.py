@@ -29,8 +29,8 @@ from ..kernels.ba_att import (
 from ..pipelines.loading import resolve_device
 from ..processors import BAAttConfig
 from ..processors.ba_att import kernel_arguments
+from ..processors.warmup import dense_steps
 from .bound import bound_and_deviation, correlation
-from .capture import warmup_steps
 from .captured import Captured, captured_files, read_captured, read_facts
 from .mass import block_mass, kept_share
 from .report import RECALL, RECALL_SCHEMA, RECALL_SETTINGS, write_report
@@ -171,7 +171,7 @@ def _groups(config: RecallConfig) -> dict[tuple[str, int, str], _Group]:
 def _warm(warmup: int | float, steps: int | None) -> int:
     if steps is None and isinstance(warmup, float):
         raise UserInputError("warmup must be a number of steps: the captured run did not know how many it had")
-    return warmup_steps(warmup, steps or 0)
+    return dense_steps(warmup, steps or 0)
 
 
 @torch.no_grad()
