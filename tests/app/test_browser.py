@@ -45,14 +45,24 @@ def shoot(page, name):
 
 def fill(page, **changes):
     """Set the controls to a request of a second or less."""
-    page.get_by_label("Prompt", exact=True).fill(changes.pop("prompt", "a cat moves left"))
-    for label, value in SETTINGS.items():
-        page.get_by_label(label, exact=True).fill(str(changes.pop(label, value)))
+    # First, since the fields behind it come into being when it opens, and take their first values a little later.
     if not page.get_by_label("Block size, tokens").is_visible():
         page.get_by_role("button", name="More settings").click()
-    for label, value in MORE.items():
-        page.get_by_label(label).fill(str(value))
+    page.get_by_label("Prompt", exact=True).fill(changes.pop("prompt", "a cat moves left"))
+    wanted = {label: str(changes.pop(label, value)) for label, value in {**SETTINGS, **MORE}.items()}
     assert not changes
+
+    def settled():
+        lost = [label for label, value in wanted.items() if field(page, label).input_value() != value]
+        for label in lost:
+            field(page, label).fill(wanted[label])
+        assert not lost
+
+    eventually(settled)
+
+
+def field(page, label):
+    return page.get_by_label(label, exact=label in SETTINGS)
 
 
 def compare(page, **changes):
