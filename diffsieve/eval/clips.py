@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import UserInputError
+from ..pictures import upright
 
 PICTURES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 VIDEOS = frozenset({".avi", ".mkv", ".mov", ".mp4", ".webm"})
@@ -60,7 +61,8 @@ def open_clip(source: ClipSource, name: str | None = None) -> ClipReader:
     Args:
         source: tensor or array (T, 3, H, W) or (T, H, W, 3); path of a .npy or .npz file with such an array (in an
             .npz the only one, or the one called `frames`); path of a folder of pictures, whose frames go by the
-            numbers in the file names; path of a video file; a reader, which is returned as it is.
+            numbers in the file names and are turned as their EXIF orientation says; path of a video file; a reader,
+            which is returned as it is.
         name: what errors call it; default: the path, or "clip".
 
     Raises:
@@ -116,7 +118,7 @@ def _picture_frames(folder: Path) -> Iterator[torch.Tensor]:
             with Image.open(path) as image:
                 if image.mode not in ("RGB", "L", "P") or "transparency" in image.info:
                     raise UserInputError(f"{path} must be an 8-bit picture without alpha, got mode {image.mode}")
-                pixels = np.array(image.convert("RGB"))
+                pixels = np.array(upright(image).convert("RGB"))
         except UserInputError:
             raise
         # Pillow's decoders report damage in all of these.

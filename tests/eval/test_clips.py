@@ -62,6 +62,14 @@ def test_floating_point_arrays_keep_their_type(clip, tmp_path, dtype):
     assert np.array_equal(frames.numpy(), values)
 
 
+def test_pictures_are_turned_as_their_exif_says(clip, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    (tmp_path / "clip").mkdir()
+    Image.fromarray(clip[0].permute(1, 2, 0).numpy()).save(tmp_path / "clip" / "0.png", exif=exif)
+    assert torch.equal(read(tmp_path / "clip"), clip[:1].flip(-1, -2))
+
+
 def test_channels_may_come_last(clip, tmp_path):
     last = np.ascontiguousarray(clip.permute(0, 2, 3, 1).numpy())
     np.save(tmp_path / "a.npy", last)

@@ -87,6 +87,18 @@ def test_the_middle_square_is_kept(tmp_path):
     assert load_images(tmp_path, 4).pixels.unique().tolist() == [200]
 
 
+def test_a_picture_is_turned_as_its_camera_says(tmp_path):
+    values = np.full((64, 96, 3), 20, dtype=np.uint8)
+    values[:, 64:] = 220  # the right edge of what is stored, the bottom of what was seen
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(values).save(tmp_path / "phone.jpg", quality=95, exif=exif)
+    # the middle square of a tall picture: rows 16 to 80 of 96, light from row 64 on
+    rows = load_images(tmp_path, 8).pixels[0, 0].float().mean(1)
+    assert rows[:5].max() < 40
+    assert rows[7] > 200
+
+
 def test_damaged_pictures_are_skipped_named_and_counted(folder):
     (folder / "cats" / "cut.png").write_bytes((folder / "cats" / "a.png").read_bytes()[:40])
     (folder / "dogs" / "empty.jpg").write_bytes(b"")

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ....errors import UserInputError
+from ....pictures import upright
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -68,9 +69,9 @@ class ImageSet:
 def load_images(source: Path, side: int, *, workers: int | None = None) -> ImageSet:
     """Read all pictures of a folder or archive, cropped to their middle square and resized.
 
-    A picture with transparency is put on white. Files that are no pictures by their name are left alone; pictures that
-    cannot be read are skipped and listed. With pictures in subfolders, the first-level folders are the classes, in
-    alphabetical order.
+    A picture is turned as its EXIF orientation says; one with transparency is put on white. Files that are no pictures
+    by their name are left alone; pictures that cannot be read are skipped and listed. With pictures in subfolders, the
+    first-level folders are the classes, in alphabetical order.
 
     Args:
         source: a folder, or a .zip or .tar archive, of .jpg, .png and .webp files.
@@ -207,7 +208,7 @@ def _decode(content: bytes | None, side: int) -> np.ndarray | str:
     try:
         with Image.open(io.BytesIO(content)) as picture:
             picture.draft("RGB", (side, side))  # a JPEG is read at a fraction of its size where that is enough
-            square = _middle_square(_on_white(picture))
+            square = _middle_square(_on_white(upright(picture)))
             return np.asarray(square.resize((side, side), Image.Resampling.LANCZOS)).transpose(2, 0, 1)
     except UnidentifiedImageError:
         return "no picture of a known format"  # Pillow's own message is an address in memory
