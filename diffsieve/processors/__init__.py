@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from .ba_att import BAAttProcessor
     from .custom import use_custom_selection
     from .families import supported_models
+    from .full import full_attention, trained_llsa
     from .install import apply_sparse_attention, remove_sparse_attention, sparse_attention
     from .llsa import LLSAProcessor
     from .llsa_summary import LLSASummary
     from .masks import RecordedMask, recorded_masks
     from .observe import AttentionCall, observe_attention
+    from .selections import RecordedSelection, recorded_selections
     from .summary import SparsitySummary, save_orders, sparsity_summary
 
 __all__ = [
@@ -29,15 +31,19 @@ __all__ = [
     "LLSAProcessor",
     "LLSASummary",
     "RecordedMask",
+    "RecordedSelection",
     "SparsitySummary",
     "apply_sparse_attention",
+    "full_attention",
     "observe_attention",
     "recorded_masks",
+    "recorded_selections",
     "remove_sparse_attention",
     "save_orders",
     "sparse_attention",
     "sparsity_summary",
     "supported_models",
+    "trained_llsa",
     "use_custom_selection",
 ]
 
@@ -47,15 +53,19 @@ _HOMES = {
     "LLSAProcessor": "llsa",
     "LLSASummary": "llsa_summary",
     "RecordedMask": "masks",
+    "RecordedSelection": "selections",
     "SparsitySummary": "summary",
     "apply_sparse_attention": "install",
+    "full_attention": "full",
     "observe_attention": "observe",
     "recorded_masks": "masks",
+    "recorded_selections": "selections",
     "remove_sparse_attention": "install",
     "save_orders": "summary",
     "sparse_attention": "install",
     "sparsity_summary": "summary",
     "supported_models": "families",
+    "trained_llsa": "full",
     "use_custom_selection": "custom",
 }
 

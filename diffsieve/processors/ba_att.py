@@ -55,6 +55,9 @@ class BAAttProcessor:
         self._calibrating = False
         self._record = False
         self._grid: Grid = (0, 0, 0)
+        # From the model's own token order to raster order and back, None where they are the same.
+        self._to_raster: torch.Tensor | None = None
+        self._from_raster: torch.Tensor | None = None
         self._selection: dict[str, Any] = {}
         self._attention: dict[str, Any] = {}
         # Updated in place: no wait for the device, and no new graph under torch.compile.
@@ -103,7 +106,7 @@ class BAAttProcessor:
         """Return a copy for one layer.
 
         Args:
-            original: The processor that the layer has now; it runs the dense calls.
+            original: The processor that runs the dense calls: the one that the layer has now, if that is dense.
             family: Adapter of the model.
             heads: Heads of the layer.
             orders: Order ids of the heads where the config brings a table.
@@ -147,7 +150,7 @@ class BAAttProcessor:
         return output
 
     def _attend_sparse(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
-        query, key, value = (x.transpose(1, 2) for x in family.project(attn, hidden_states, rotary_emb))
+        query, key, value = self._project(family, attn, hidden_states, rotary_emb)
         timer = None if self._timer is None or torch.compiler.is_compiling() else self._timer.stage
         attended, info = ba_attention(
             query,
@@ -169,11 +172,23 @@ class BAAttProcessor:
         if self._record:
             self._mask = info
         self._backend = info.backend
-        return family.output(attn, attended.transpose(1, 2))
+        attended = attended.transpose(1, 2)
+        if self._from_raster is not None:
+            attended = attended.index_select(1, self._from_raster)
+        return family.output(attn, attended)
+
+    def _project(
+        self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query, key and value, each (B, H, L, D), in raster order."""
+        query, key, value = family.project(attn, hidden_states, rotary_emb)
+        if self._to_raster is not None:
+            query, key, value = (x.index_select(1, self._to_raster) for x in (query, key, value))
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     @torch.no_grad()
     def _calibrate(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> None:
-        query, key, _ = (x.transpose(1, 2) for x in family.project(attn, hidden_states, rotary_emb))
+        query, key, _ = self._project(family, attn, hidden_states, rotary_emb)
         recall = calibrate_orders(query, key, grid_thw=self._grid, **self._selection)
         # The last column counts the calls, so that the mean over the branches of guidance needs no other state.
         self._recall.add_(F.pad(recall, (0, 1), value=1.0).to(self._recall.device))

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ..errors import UserInputError
 from .ba_att import BAAttProcessor
 from .calibration import check_orders, read_orders
 from .clock import StepClock
@@ -28,11 +27,6 @@ def plan_ba_att(name: str, transformer: nn.Module, config: BAAttConfig) -> Calla
         UserInputError: the model is not supported, or the settings do not fit it.
     """
     family, sites = find_sites(name, transformer)
-    if family.order is not None and family.order(transformer) != "raster":
-        raise UserInputError(
-            f"{name} must hand its tokens on in raster order for BA-Att, got the order {family.order(transformer)!r}; "
-            "use LLSAProcessor"
-        )
     dense = select_layers(sites, config.dense_layers, "dense_layers")
     recorded = select_layers(sites, config.record_masks, "record_masks")
     orders = None
@@ -46,7 +40,7 @@ def plan_ba_att(name: str, transformer: nn.Module, config: BAAttConfig) -> Calla
         for site in sites:
             original = site.attn.processor
             processor = template.bind(
-                original,
+                original if family.full_attention is None else family.full_attention(),
                 family,
                 heads=int(site.attn.heads),
                 orders=None if orders is None else orders.get(site.name, (0,) * int(site.attn.heads)),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import UserInputError
+from ..kernels.orders import inverse_order
 from .ba_att import COUNTERS, BAAttProcessor
 from .calibration import choose_all_orders
 from .clock import StepClock
@@ -17,6 +18,7 @@ from .families import Family, Grid
 from .mailbox import ContextMailbox
 from .sites import PARALLEL_MESSAGE
 from .timing import StageTimer
+from .token_order import reordering
 from .warmup import Warmup
 from .watch import watch_forwards
 
@@ -231,11 +233,15 @@ class SparseController:
     def _prepare(self, grid: Grid, batch: int, device: torch.device) -> None:
         """Give the layers their tensors for a shape; existing counts stay."""
         tokens = math.prod(grid) + self.family.num_text
+        to_raster = reordering(self.family, self.transformer, "raster", grid)
+        from_raster = None
+        if to_raster is not None:
+            to_raster, from_raster = to_raster.to(device), inverse_order(to_raster).to(device)
         block_pairs = _num_blocks(math.prod(grid), self.family.num_text, self.config.block_size) ** 2
         for layer in self.layers:
             processor, heads = layer.processor, layer.attn.heads
             pairs, token_pairs = (batch * heads * count for count in (block_pairs, tokens * tokens))
-            processor._grid = grid
+            processor._grid, processor._to_raster, processor._from_raster = grid, to_raster, from_raster
             processor._dense_counts = torch.tensor([pairs, pairs, token_pairs, token_pairs, 0, 1, 0], device=device)
             processor._counters = processor._counters.to(device)
             processor._recall = processor._recall.to(device)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ..errors import UserInputError
-from ..kernels.llsa import choose_backend, llsa_attention
+from ..kernels.llsa import choose_backend, hierarchical_topk, llsa_attention
 from .families import Family
 from .llsa_config import LLSAConfig
 
@@ -14,8 +14,8 @@ class LLSAProcessor:
     """Attention processor that runs self-attention as LLSA, in training and inference alike.
 
     Give one to `pipe.set_attn_processor(...)` or `apply_sparse_attention(...)`: every self-attention layer then gets
-    its own copy. It has no weights and keeps nothing from call to call. Other models call `attend` with their own
-    queries, keys and values.
+    its own copy. It has no weights, and keeps nothing from call to call but the choice of keys in the layers of
+    `record_masks`. Other models call `attend` with their own queries, keys and values.
 
     Args:
         config: Settings; default `LLSAConfig()`.
@@ -36,14 +36,16 @@ class LLSAProcessor:
         self._order: torch.Tensor | None = None
         self._inverse: torch.Tensor | None = None
         self._backend: str | None = None
+        self._record = False
+        self._selection: list[torch.Tensor] | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r})"
 
-    def bind(self, family: Family) -> "LLSAProcessor":
-        """Return a copy for one layer of a model of a family."""
+    def bind(self, family: Family, *, record: bool = False) -> "LLSAProcessor":
+        """Return a copy for one layer of a model of a family; `record`: whether to keep the layer's last choice."""
         bound = type(self)(self.config)
-        bound._family = family
+        bound._family, bound._record = family, record
         return bound
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -57,6 +59,17 @@ class LLSAProcessor:
             (B, H, L, D).
         """
         config = self.config
+        indices = None
+        # Shorter sequences are attended densely: nothing is chosen.
+        if self._record and query.shape[2] >= config.block_size:
+            indices = self._selection = hierarchical_topk(
+                query,
+                key,
+                block_size=config.block_size,
+                topk=config.topk,
+                levels=config.levels,
+                backend=config.backend,
+            )
         out = llsa_attention(
             query,
             key,
@@ -66,6 +79,7 @@ class LLSAProcessor:
             levels=config.levels,
             enrich=config.enrich,
             disjoint=config.disjoint,
+            indices=indices,
             backend=config.backend,
         )
         assert isinstance(out, torch.Tensor)

@@ -28,6 +28,8 @@ class LLSAConfig:
         dense_layers: Layers that stay dense, counted within each list of blocks; negative counts from the end.
         backend: Kernel: "auto" (by device, dtype and shape), "reference", "torch" or "triton". A named backend that
             cannot run is an error.
+        record_masks: Layers whose last choice of keys is kept for pictures (see `recorded_selections`), counted as in
+            `dense_layers`. Costs its memory, and what the choice reuses of its means.
 
     Raises:
         UserInputError: a value is out of range, or two fields contradict each other.
@@ -41,9 +43,10 @@ class LLSAConfig:
     order: str = "hilbert"
     dense_layers: tuple[int, ...] = ()
     backend: str = "auto"
+    record_masks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("topk", "dense_layers"):
+        for name in ("topk", "dense_layers", "record_masks"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         _check(_is_int(self.block_size) and self.block_size >= 2, "block_size", "an int >= 2", self.block_size)
@@ -56,8 +59,10 @@ class LLSAConfig:
             _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
         _check(self.enrich or not self.disjoint, "disjoint", "False where enrich is False", self.disjoint)
         _check(self.order in ORDERS, "order", f"one of {', '.join(ORDERS)}", self.order)
-        layers = isinstance(self.dense_layers, tuple) and all(_is_int(layer) for layer in self.dense_layers)
-        _check(layers, "dense_layers", "a tuple of layer numbers", self.dense_layers)
+        for name in ("dense_layers", "record_masks"):
+            value = getattr(self, name)
+            layers = isinstance(value, tuple) and all(_is_int(layer) for layer in value)
+            _check(layers, name, "a tuple of layer numbers", value)
         from ..kernels.block_sparse import BACKENDS
 
         _check(self.backend in BACKENDS, "backend", f"one of {', '.join(BACKENDS)}", self.backend)

@@ -10,27 +10,16 @@ import torch
 from torch import nn
 
 from ..errors import UserInputError
-from ..kernels import orders
+from ..kernels.orders import inverse_order
 from .clock import StepClock
 from .families import Family, Grid
 from .llsa import LLSAProcessor
 from .llsa_config import LLSAConfig
 from .sites import PARALLEL_MESSAGE, find_sites, select_layers
+from .token_order import reordering
 from .watch import watch_forwards
 
 logger = logging.getLogger(__name__)
-
-_ORDERS: dict[str, Callable[[Grid], torch.Tensor]] = {
-    "hilbert": orders.hilbert_order,
-    "frame_hilbert": orders.frame_hilbert_order,
-    "morton": orders.morton_order,
-    "raster": orders.raster_order,
-}
-
-
-def _token_order(name: str, grid: Grid) -> torch.Tensor:
-    # through one frame, the curve of the plane: a slice of the one in space is no curve
-    return _ORDERS["frame_hilbert" if name == "hilbert" and grid[0] == 1 else name](grid)
 
 
 @dataclass(frozen=True)
@@ -78,13 +67,10 @@ class LLSAController:
         if (grid, hidden_states.device) == (self.grid, self._device):
             return
         self.grid, self._device = grid, hidden_states.device
-        order = inverse = None
-        present = self.family.order(self.transformer) if self.family.order is not None else "raster"
-        if self.config.order != present:
-            order = _token_order(self.config.order, grid)
-            if present != "raster":  # the tokens to take, by their place in the model's own order
-                order = orders.inverse_order(_token_order(present, grid))[order]
-            order, inverse = order.to(self._device), orders.inverse_order(order).to(self._device)
+        inverse = None
+        order = reordering(self.family, self.transformer, self.config.order, grid)
+        if order is not None:
+            order, inverse = order.to(self._device), inverse_order(order).to(self._device)
         for layer in self.layers:
             layer.processor._order, layer.processor._inverse = order, inverse
 
@@ -114,6 +100,7 @@ def plan_llsa(
     if family.num_text:
         raise UserInputError(f"{name} must have no text in its self-attention for LLSA, got {family.num_text} tokens")
     dense = select_layers(sites, config.dense_layers, "dense_layers")
+    recorded = select_layers(sites, config.record_masks, "record_masks")
 
     def install(clock: StepClock) -> LLSAController:
         layers = []
@@ -121,7 +108,7 @@ def plan_llsa(
             if site.name in dense:
                 continue
             original = site.attn.processor
-            processor = LLSAProcessor(config).bind(family)
+            processor = LLSAProcessor(config).bind(family, record=site.name in recorded)
             site.attn.set_processor(processor)
             layers.append(LLSALayer(site.name, site.attn, original, processor))
         if warn:

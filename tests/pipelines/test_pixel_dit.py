@@ -11,7 +11,7 @@ from diffsieve.kernels.llsa import llsa_attention
 from diffsieve.kernels.orders import frame_hilbert_order, morton_order
 from diffsieve.pipelines.pixel_dit import PixelDiTTransformer2DModel
 from diffsieve.pipelines.pixel_dit.grid import TOKEN_ORDERS, grid_tables, rotate, token_order
-from diffsieve.processors import BAAttConfig, LLSAConfig
+from diffsieve.processors import BAAttConfig, LLSAConfig, full_attention, trained_llsa
 from tests import tiny_pixels
 
 SIZES = [(1, 1), (1, 7), (5, 9), (16, 16), (12, 20)]
@@ -157,16 +157,59 @@ def test_set_attn_processor_of_the_pipeline():
     assert torch.equal(tiny_pixels.generate(pipe), dense)
 
 
-def test_ba_att_is_refused_where_tokens_are_not_in_raster_order():
-    with pytest.raises(UserInputError, match="raster order for BA-Att, got the order 'hilbert'"):
-        apply_sparse_attention(tiny_pixels.transformer(), BAAttConfig())
+@pytest.mark.parametrize("own", TOKEN_ORDERS)
+def test_ba_att_sees_the_same_tokens_whatever_order_the_model_has(own):
+    config = BAAttConfig(sparsity=0.5, warmup_steps=0, block_size=16, min_tokens=0, order="frame_hilbert")
+    outputs = []
+    for order in ("raster", own):
+        model = tiny_pixels.transformer(attention_method="full", token_order=order)
+        dense = run(model, *inputs(12, 20))
+        apply_sparse_attention(model, config)
+        outputs.append(run(model, *inputs(12, 20)))
+        assert (outputs[-1] - dense).abs().max() > 1e-4
+        remove_sparse_attention(model)
+        assert torch.equal(run(model, *inputs(12, 20)), dense)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
 
 
-def test_ba_att_runs_on_a_model_in_raster_order():
-    model = tiny_pixels.transformer(attention_method="full", token_order="raster")
-    dense = run(model, *inputs())
-    apply_sparse_attention(model, BAAttConfig(sparsity=0.5, warmup_steps=0, block_size=16, min_tokens=0))
-    assert not torch.equal(run(model, *inputs()), dense)
+def test_dense_calls_of_ba_att_are_full_attention_in_a_model_trained_with_llsa():
+    model = tiny_pixels.transformer()
+    config = BAAttConfig(sparsity=0.5, warmup_steps=0, block_size=16, min_tokens=0, dense_layers=(0, 1))
+    apply_sparse_attention(model, config)
+    full = run(tiny_pixels.transformer(attention_method="full"), *inputs())
+    torch.testing.assert_close(run(model, *inputs()), full, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["llsa", "topk", "full"])
+def test_full_attention_for_a_while(method):
+    model = tiny_pixels.transformer(attention_method=method)
+    own, processors = run(model, *inputs()), dict(model.attn_processors)
+    full = run(tiny_pixels.transformer(attention_method="full"), *inputs())
+    with full_attention(model):
+        torch.testing.assert_close(run(model, *inputs()), full, rtol=1e-4, atol=1e-5)
+        with pytest.raises(RuntimeError), full_attention(model):
+            raise RuntimeError
+        torch.testing.assert_close(run(model, *inputs()), full, rtol=1e-4, atol=1e-5)
+    assert model.attn_processors == processors
+    assert torch.equal(run(model, *inputs()), own)
+    apply_sparse_attention(model, LLSAConfig(block_size=8))
+    with pytest.raises(UserInputError, match="must not have sparse attention"), full_attention(model):
+        pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"topk": [3, 2], "levels": 2}, {"disjoint": True, "token_order": "morton"}, {"attention_method": "topk"}, {}],
+)
+def test_the_settings_that_a_model_was_trained_with_repeat_it_bit_for_bit(options):
+    model = tiny_pixels.transformer(**options)
+    own = run(model, *inputs())
+    config = trained_llsa(model)
+    with full_attention(model):
+        apply_sparse_attention(model, config)
+        assert torch.equal(run(model, *inputs()), own)
+        remove_sparse_attention(model)
+    assert trained_llsa(tiny_pixels.transformer(attention_method="full")) is None
 
 
 def test_the_published_orders():

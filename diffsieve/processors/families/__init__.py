@@ -26,6 +26,9 @@ class Family:
         output: (attn, attended (B, L, H, D)) -> hidden states (B, L, C).
         order: (transformer) -> name of the order in which the model hands its tokens to the layers; None for raster.
         text_tokens: (prefix, suffix) counts of text tokens around the video tokens of the sequence.
+        full_attention: () -> processor that attends to all tokens, for models that may attend to fewer by themselves;
+            None where the model's own processors are dense.
+        trained: (transformer) -> fields of the `LLSAConfig` that the model attends by itself with, None if it does not.
     """
 
     name: str
@@ -37,6 +40,8 @@ class Family:
     output: Callable[[Any, torch.Tensor], torch.Tensor]
     order: Callable[[nn.Module], str] | None = None
     text_tokens: tuple[int, int] = (0, 0)
+    full_attention: Callable[[], Any] | None = None
+    trained: Callable[[nn.Module], dict[str, Any] | None] | None = None
 
     @property
     def num_text(self) -> int:
@@ -63,6 +68,8 @@ FAMILIES: dict[str, Family] = {
         project=pixel_dit.project,
         output=pixel_dit.output,
         order=pixel_dit.order,
+        full_attention=pixel_dit.FullAttnProcessor,
+        trained=pixel_dit.trained,
     ),
 }
 

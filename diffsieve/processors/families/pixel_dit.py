@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import UserInputError
+
 
 def is_self_attention(module: nn.Module) -> bool:
     """Whether a module is a self-attention layer of the pixel-space DiT."""
@@ -21,6 +23,42 @@ def order(transformer: Any) -> str:
     """Return the order in which the model's tokens reach its layers: "hilbert", "morton" or "raster"."""
     name: str = transformer.config.token_order
     return name
+
+
+def trained(transformer: Any) -> dict[str, Any] | None:
+    """Return the fields of the `LLSAConfig` that the model attends by itself with, None for full attention."""
+    config = transformer.config
+    if config.attention_method == "full":
+        return None
+    fields: dict[str, Any] = {"block_size": config.block_size, "topk": config.topk, "order": config.token_order}
+    if config.attention_method == "topk":
+        return fields | {"levels": 1, "enrich": False}
+    return fields | {"levels": config.levels, "enrich": config.enrich, "disjoint": config.disjoint}
+
+
+class FullAttnProcessor:
+    """Attends to all tokens, whatever method the model was trained with."""
+
+    # diffusers writes these on processors that have them.
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Hidden states (B, L, C), in and out."""
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        if encoder_hidden_states is not None or attention_mask is not None:
+            what = "attention_mask" if attention_mask is not None else "encoder_hidden_states"
+            raise UserInputError(f"{what} must be None: this is unmasked self-attention")
+        query, key, value = project(attn, hidden_states, rotary_emb)
+        return output(attn, dispatch_attention_fn(query, key, value, backend=self._attention_backend))
 
 
 def project(
