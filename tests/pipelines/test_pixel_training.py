@@ -236,6 +236,21 @@ def test_weights_of_small_pictures_begin_a_run_on_larger_ones(tmp_path, data, fi
     assert [leg["side"] for leg in legs] == [8, 16, 32]
 
 
+def test_legs_of_one_picture_size_are_told_apart(tmp_path, data):
+    phases = [
+        {"side": 8, "batch_size": 4, "until": 0.25},
+        {"side": 8, "batch_size": 2, "until": 0.75},
+        {"side": 16, "batch_size": 1, "until": 0.875},
+        {"side": 8, "batch_size": 3},
+    ]
+    train_pixel_dit(tmp_path, data, settings(8, phases=phases))
+    legs = json.loads((tmp_path / "model" / "training.json").read_text())["legs"]
+    assert [(leg["side"], leg["steps"], leg["images"]) for leg in legs] == [(8, 2, 8), (8, 4, 8), (16, 1, 1), (8, 1, 3)]
+    seconds = json.loads((tmp_path / "dit" / "log.jsonl").read_text().splitlines()[-1])["seconds"]
+    assert sum(leg["seconds"] for leg in legs) == pytest.approx(seconds, abs=2)
+    assert {leg["processes"] for leg in legs} == {1}
+
+
 def test_the_start_does_not_overwrite_a_resumed_run(tmp_path, data, finished):
     config = settings(6, save_every=1e-9)
     train_pixel_dit(tmp_path / "whole", data, config, start_from=finished[0])

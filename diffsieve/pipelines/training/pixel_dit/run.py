@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def finish(out: Path, classes: tuple[str, ...], config: PixelTrainConfig, device
         "attention": config.model.attention_method,
         "sampling": config.to_dict()["sampling"],
         "data_note": config.data_note,
-        "legs": [*_earlier_legs(out), *_own_legs(out, config)],
+        "legs": _legs(out),
     }
     size = export_pipeline(build_pipeline(transformer, classes, config.sampling), out / "model", training)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -195,7 +196,7 @@ def _take_over(start_from: Path, out: Path) -> None:
     if has_weights(folder):
         tensors = {key.removeprefix("transformer."): value for key, value in load_weights(folder).items()}
         # a run keeps the history in its exported model, or one folder up
-        legs = training_legs(folder.parent / "model") or _run_legs(folder.parent)
+        legs = training_legs(folder.parent / "model") or _legs(folder.parent)
     elif (folder / "model_index.json").is_file():
         tensors = _pipeline_weights(folder)
         legs = training_legs(folder)
@@ -223,39 +224,31 @@ def _pipeline_weights(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _earlier_legs(out: Path) -> list[dict[str, Any]]:
+def _legs(out: Path) -> list[dict[str, Any]]:
+    """The legs that a run began with and its own, oldest first."""
     path = out / START_FILE
-    if not path.is_file():
-        return []
-    legs: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["legs"]
-    return legs
+    earlier: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["legs"] if path.is_file() else []
+    return [*earlier, *_own_legs(out)]
 
 
-def _run_legs(out: Path) -> list[dict[str, Any]]:
-    path = out / SETTINGS_FILE
-    if not path.is_file():
-        return []
-    config = PixelTrainConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    return [*_earlier_legs(out), *_own_legs(out, config)]
+def _own_legs(out: Path) -> list[dict[str, Any]]:
+    """What this run did, from its log: one entry for each stretch with one picture size, batch and process count."""
 
+    def stretch(line: dict[str, Any]) -> tuple[int, int, int]:
+        return line["details"]["side"], line["details"]["batch_size"], line["processes"]
 
-def _own_legs(out: Path, config: PixelTrainConfig) -> list[dict[str, Any]]:
-    """What this run did, one entry for each picture size, from its log."""
     path = out / "dit" / LOG_FILE
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     legs: list[dict[str, Any]] = []
     step = seconds = 0
-    for phase in config.dit.phases:
-        within = [line for line in lines if line["details"]["side"] == phase.side and line["step"] > step]
-        if not within:
-            continue
-        last = within[-1]
-        steps, processes = last["step"] - step, last["processes"]
+    for (side, batch_size, processes), within in groupby(lines, stretch):
+        *_, last = within
+        steps = last["step"] - step
         legs.append(
             {
-                "side": phase.side,
+                "side": side,
                 "steps": steps,
-                "images": steps * phase.batch_size * processes,
+                "images": steps * batch_size * processes,
                 "seconds": round(last["seconds"] - seconds),
                 "processes": processes,
             }

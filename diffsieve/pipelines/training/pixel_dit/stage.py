@@ -105,8 +105,8 @@ def train_transformer(
         return {"loss": loss}, len(labels)
 
     def describe(progress: float, rate: float) -> dict[str, float]:
-        side = stage.phase(progress).side
-        return {"side": side, "tokens_per_second": rate * side**2}
+        phase = stage.phase(progress)
+        return {"side": phase.side, "batch_size": phase.batch_size, "tokens_per_second": rate * phase.side**2}
 
     def save_average(ema: AveragedWeights, step: int) -> None:
         ema.copy_to("transformer", average)
