@@ -58,7 +58,7 @@ def test_a_run_is_reported(tmp_path, data):
     summary = json.loads(result.stdout)
     assert (summary["step"], summary["pictures"], summary["skipped"][0][0]) == (3, 5, "broken.png")
     assert "transformer: begins" in result.stderr
-    assert "side 8 tokens_per_second" in result.stderr
+    assert "side 8 batch_size 2 tokens_per_second" in result.stderr
     again = train(*words, "--resume")
     assert again.exit_code == 0, again.output
     assert "3 steps" in again.stdout
