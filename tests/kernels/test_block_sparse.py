@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from diffsieve.errors import BackendUnavailableError, UserInputError
 from diffsieve.kernels import testing
 from diffsieve.kernels.block_sparse import BACKENDS, block_sparse_attention, choose_backend, torch_backend
-from diffsieve.kernels.block_sparse.op import _triton_obstacle
+from diffsieve.kernels.block_sparse.backends import _triton_obstacle
 from diffsieve.kernels.block_sparse.reference import expand_block_mask
 from diffsieve.kernels.testing import AttentionCase, AttentionInputs
 

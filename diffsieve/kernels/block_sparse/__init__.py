@@ -1,5 +1,6 @@
 """Block-sparse attention: each block of queries attends to its own list of key blocks."""
 
-from .op import BACKENDS, MAX_BLOCK_SIZE, BackendChoice, block_sparse_attention, choose_backend
+from .backends import BACKENDS, BackendChoice, choose_backend
+from .op import MAX_BLOCK_SIZE, block_sparse_attention
 
 __all__ = ["BACKENDS", "MAX_BLOCK_SIZE", "BackendChoice", "block_sparse_attention", "choose_backend"]

@@ -1,37 +1,16 @@
-"""`block_sparse_attention`: validation, choice of the backend, and the custom op with its gradient."""
+"""`block_sparse_attention`: validation, and the custom op with its gradient."""
 
-import importlib.util
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import BackendUnavailableError, UserInputError
+from ...errors import UserInputError
+from .backends import BACKENDS, choose_backend, dtype_name
 
-BACKENDS = ("auto", "reference", "torch", "triton")
 # Inputs are padded to whole blocks: this bounds what a slip of the pen can ask for.
 MAX_BLOCK_SIZE = 2**16
-
-_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_TRITON_MAX_DIM = 256
-_USE_TORCH = 'use backend="torch" or "auto"'
-# Asked once: torch.compile of PyTorch 2.11 cannot trace the search.
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
-@dataclass(frozen=True)
-class BackendChoice:
-    """A backend and the reason for it.
-
-    Args:
-        name: "reference", "torch" or "triton".
-        reason: one line for a person.
-    """
-
-    name: str
-    reason: str
 
 
 def block_sparse_attention(
@@ -83,67 +62,6 @@ def block_sparse_attention(
     return (out, lse) if return_lse else out
 
 
-def choose_backend(query: Tensor, key: Tensor, *, block_size: int, backend: str = "auto") -> BackendChoice:
-    """Which backend `block_sparse_attention` runs for such inputs, and why.
-
-    Args:
-        query, key: as in `block_sparse_attention`.
-        block_size: tokens per block.
-        backend: one of `BACKENDS`.
-
-    Raises:
-        UserInputError: `backend` is unknown.
-        BackendUnavailableError: the named backend cannot run; the message says why and what to do.
-    """
-    if backend not in BACKENDS:
-        raise UserInputError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend in ("reference", "torch"):
-        return BackendChoice(backend, "asked for by name")
-    if backend == "auto" and query.device.type == "cpu":
-        return BackendChoice("torch", "cpu tensors: triton needs a CUDA GPU")
-    obstacle = _triton_obstacle(query, block_size)
-    if backend == "triton":
-        if obstacle is not None:
-            raise BackendUnavailableError(f'backend="triton" {obstacle}')
-        return BackendChoice("triton", "asked for by name")
-    if obstacle is not None:
-        return BackendChoice("torch", f"triton {obstacle.split(';')[0]}")
-    if query.dtype == torch.float32:
-        return BackendChoice(
-            "torch", "fp32 has no tensor cores to gain from: triton runs it only when asked for by name"
-        )
-    major, minor = torch.cuda.get_device_capability(query.device)
-    return BackendChoice("triton", f"CUDA GPU sm_{major}{minor}, {_name(query.dtype)}, D {query.shape[-1]}")
-
-
-def _triton_obstacle(query: Tensor, block_size: int) -> str | None:
-    """Why the Triton kernel cannot run these inputs, as "reason; what to do", or None."""
-    if query.device.type not in ("cuda", "cpu") or torch.version.hip is not None:
-        device = "ROCm" if torch.version.hip is not None else query.device.type
-        return f"needs an NVIDIA GPU, got {device} tensors; {_USE_TORCH}"
-    if not _HAS_TRITON:
-        return f"needs the package triton, which is not installed; pip install triton, or {_USE_TORCH}"
-    if query.dtype not in _TRITON_DTYPES:
-        names = ", ".join(_name(dtype) for dtype in _TRITON_DTYPES)
-        return f"needs dtype {names}, got {_name(query.dtype)}; cast the inputs, or {_USE_TORCH}"
-    if query.shape[-1] > _TRITON_MAX_DIM:
-        return f"needs a head dimension D <= {_TRITON_MAX_DIM}, got {query.shape[-1]}; {_USE_TORCH}"
-    if block_size < 16 or block_size & (block_size - 1):
-        return f"needs a block_size that is a power of two, at least 16, got {block_size}; choose one, or {_USE_TORCH}"
-    if query.is_cuda:
-        capability = torch.cuda.get_device_capability(query.device)
-        if capability < (8, 0):
-            return f"needs a GPU of compute capability 8.0 or later, got {capability[0]}.{capability[1]}; {_USE_TORCH}"
-        return None
-    from .triton_backend import is_interpreted
-
-    if not is_interpreted():
-        return f"needs a CUDA GPU, got cpu tensors; move them, or {_USE_TORCH}"
-    if query.dtype == torch.bfloat16:
-        return f"has no bfloat16 products in the Triton interpreter; use float16 there, or {_USE_TORCH}"
-    return None
-
-
 def _validate(
     query: Any,
     key: Any,
@@ -174,7 +92,7 @@ def _validate(
     _require(heads % kv_heads == 0, "key", f"of a number of heads that divides {heads}", kv_heads)
     _require(value.shape == key.shape, "value", f"of shape {tuple(key.shape)} like key", tuple(value.shape))
     for name, x in (("key", key), ("value", value)):
-        _require(x.dtype == query.dtype, name, f"{_name(query.dtype)} like query", _name(x.dtype))
+        _require(x.dtype == query.dtype, name, f"{dtype_name(query.dtype)} like query", dtype_name(x.dtype))
 
     n_q, n_k = -(-len_q // block_size), -(-len_k // block_size)
     _require(block_index.shape[:3] == (batch, heads, n_q), "block_index",
@@ -186,7 +104,7 @@ def _validate(
         _require(block_count.shape == shape, "block_count", f"of shape {shape}", tuple(block_count.shape))
         lists.append(("block_count", block_count))
     for name, x in lists:
-        _require(x.dtype == torch.int32, name, "int32", _name(x.dtype))
+        _require(x.dtype == torch.int32, name, "int32", dtype_name(x.dtype))
     for name, x in [("key", key), ("value", value), *lists]:
         _require(x.device == query.device, name, f"on {query.device} like query", x.device)
     if query.device.type == "cpu":
@@ -214,10 +132,6 @@ def _validate_lists(block_index: Tensor, block_count: Tensor | None, n_k: int) -
 def _require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
         raise UserInputError(f"{name} must be {expected}, got {got}")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @torch.library.custom_op("diffsieve::block_sparse_attention", mutates_args=())
