@@ -1,4 +1,4 @@
-"""`diffsieve compare`: the same noise twice, dense and sparse; metrics, clips, pictures, report."""
+"""`diffsieve compare`: the same noise twice, dense and sparse; metrics, clips or pictures, report."""
 
 import sys
 from pathlib import Path
@@ -34,9 +34,16 @@ def compare(
         bool, typer.Option("--floor", help="Also the dense clip with another attention kernel: the noise floor.")
     ] = False,
     save_masks: Annotated[
-        bool, typer.Option("--save-masks", help="Keep the block masks of the sparse layers and steps as .npz.")
+        bool, typer.Option("--save-masks", help="Keep the block masks (LLSA: chosen keys) of layers and steps as .npz.")
     ] = False,
-    method: Annotated[str, typer.Option("--method", help="ba-att or llsa.", rich_help_panel="Method")] = "ba-att",
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            help="ba-att or llsa. auto: llsa for a pixel DiT that was trained with it, else ba-att.",
+            rich_help_panel="Method",
+        ),
+    ] = "auto",
     preset: flags.Preset = None,
     sparsity: flags.Sparsity = None,
     topk: flags.TopK = None,
@@ -64,10 +71,11 @@ def compare(
     config: ConfigFile = None,
     debug: DebugFlag = False,
 ) -> None:
-    """Generate clips twice from the same noise, dense and sparse, and measure how far apart they are.
+    """Generate clips or pictures twice from the same noise, dense and sparse, and measure how far apart they are.
 
     Writes for each prompt and seed both clips, a side-by-side clip, a picture of the differences and one of the block
-    mask, and a report.json over all. PSNR and SSIM are taken on raw frames.
+    mask, and a report.json over all; with a pixel DiT, pictures for each class and seed. PSNR and SSIM are taken on raw
+    frames.
     """
     values = {
         name: value

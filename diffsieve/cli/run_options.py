@@ -53,7 +53,9 @@ Sparsity = Annotated[
 ]
 TopK = Annotated[
     int | None,
-    typer.Option("--topk", help="LLSA: blocks kept per level.", show_default="8", rich_help_panel=_METHOD),
+    typer.Option(
+        "--topk", help="LLSA: blocks kept per level.", show_default="as trained, else 8", rich_help_panel=_METHOD
+    ),
 ]
 Warmup = Annotated[
     Any,

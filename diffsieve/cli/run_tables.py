@@ -104,7 +104,7 @@ def _title(report: Mapping[str, Any]) -> str:
             how = f"{settings['method']}, top {attention['topk']}, blocks of {attention['block_size']}"
         else:
             how = f"{settings['method']}, preset {attention['preset']}, sparsity {settings['sparsity']:g}"
-    frames = "" if settings["frames"] is None else f"{settings['frames']} frames "
+    frames = "" if settings["fps"] is None else f"{settings['frames']} frames "
     size = f"{frames}{settings['width']} x {settings['height']}"
     return f"{settings['model']} · {how} · {size} · {settings['steps']} steps"
 

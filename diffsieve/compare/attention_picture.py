@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from .canvas import FAINT, INK, PAPER, draw_text, fit_text, text_size, to_image
-from .mask_file import spread
+from .recorded import spread
 
 _PANEL = 216  # pixels that a frame aims at
 _MOST = 12

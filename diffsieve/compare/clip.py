@@ -1,4 +1,4 @@
-"""One clip from a pipeline: raw frames in [0, 1] and where the time went."""
+"""One clip from a pipeline: raw frames in [0, 1] and where the time went. A picture is a clip of one frame."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import DiffsieveError
+from ..pipelines.defaults import class_number, makes_pictures
 from .config import RunConfig
 
 StepCallback = Callable[[int], None]
@@ -18,10 +19,10 @@ StepCallback = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Clip:
-    """A generated clip.
+    """A generated clip, or a picture.
 
     Args:
-        frames: (T, 3, H, W) float32 on the CPU, in [0, 1], as the VAE decoded them.
+        frames: (T, 3, H, W) float32 on the CPU, in [0, 1], as the VAE decoded them; T is 1 for a picture.
         seconds_total: the whole pipeline call.
         seconds_steps: each denoising step; the first one also holds the text encoder.
         seconds_decode: from the last step to the end, mostly the VAE.
@@ -42,9 +43,9 @@ def generate_clip(
     without sparse attention.
 
     Args:
-        pipe: a loaded text-to-video pipeline.
+        pipe: a loaded text-to-video pipeline or `PixelDiTPipeline`.
         config: filled (`RunConfig.filled`).
-        prompt: text.
+        prompt: text; for pictures the title of a class.
         seed: start value of the noise.
         name: what an error calls this clip.
         on_step: called with the number of finished steps after each.
@@ -61,10 +62,8 @@ def generate_clip(
             on_step(index + 1)
         return {}
 
-    arguments: dict[str, Any] = {
-        "prompt": prompt,
-        "negative_prompt": config.negative_prompt,
-        "num_frames": config.frames,
+    pictures = makes_pictures(pipe)
+    arguments = _subject(pipe, config, prompt) | {
         "height": config.height,
         "width": config.width,
         "num_inference_steps": config.steps,
@@ -73,24 +72,24 @@ def generate_clip(
         "output_type": "pt",
         "callback_on_step_end": after_step,
     }
-    if "max_sequence_length" in inspect.signature(type(pipe).__call__).parameters:
-        arguments["max_sequence_length"] = config.max_sequence_length
     bar = getattr(pipe, "_progress_bar_config", None)
     pipe.set_progress_bar_config(disable=True)
     start = _now(device)
     try:
-        frames = pipe(**arguments).frames[0]
+        output = pipe(**arguments)
+        frames = output.images if pictures else output.frames[0]
         end = _now(device)
     finally:
         pipe.set_progress_bar_config(**(bar or {}))
     frames = frames.float().cpu()
     expected = (config.frames, 3, config.height, config.width)
+    what = f"{name} {'picture' if pictures else 'clip'}"
     if tuple(frames.shape) != expected:
-        raise DiffsieveError(f"the {name} clip must have shape {expected} (T, 3, H, W), got {tuple(frames.shape)}")
+        raise DiffsieveError(f"the {what} must have shape {expected} (T, 3, H, W), got {tuple(frames.shape)}")
     broken = int((~torch.isfinite(frames).flatten(1).all(dim=1)).sum())
     if broken:
         raise DiffsieveError(
-            f"the {name} clip must have finite frames, got NaN or infinity in {broken} of {len(frames)} "
+            f"the {what} must have finite frames, got NaN or infinity in {broken} of {len(frames)} "
             f"(prompt {prompt!r}, seed {seed}); the weights or the dtype may be at fault"
         )
     return Clip(
@@ -99,6 +98,17 @@ def generate_clip(
         seconds_steps=tuple(b - a for a, b in zip([start, *ends[:-1]], ends, strict=True)),
         seconds_decode=end - ends[-1],
     )
+
+
+def _subject(pipe: Any, config: RunConfig, prompt: str) -> dict[str, Any]:
+    """Return the arguments of the pipeline that say what is drawn."""
+    if makes_pictures(pipe):
+        number = class_number(pipe, prompt)
+        return {"class_labels": None if number is None else [number]}
+    found = {"prompt": prompt, "negative_prompt": config.negative_prompt, "num_frames": config.frames}
+    if "max_sequence_length" in inspect.signature(type(pipe).__call__).parameters:
+        found["max_sequence_length"] = config.max_sequence_length
+    return found
 
 
 def _now(device: torch.device) -> float:

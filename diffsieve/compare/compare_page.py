@@ -11,6 +11,7 @@ import torch
 from ..eval import LoadedLpips, MetricResult
 from .page import Page, PageClip, Table, frame_charts, metric_text, metric_title
 from .pair_metrics import load_alex
+from .report import size_text
 
 _MOST_CLIPS = 8
 _MEDIA = {"side_by_side": "dense and sparse", "difference": "difference from dense", "mask": "block mask"}
@@ -31,7 +32,8 @@ def comparison_page(report: Mapping[str, Any], folder: Path, label: str) -> Page
         label: of the sparse run.
     """
     place, settings = report["environment"], report["settings"]
-    size = f"{settings['frames']} frames of {settings['width']} x {settings['height']}"
+    what = "pictures" if report["pictures"] else "clips"
+    size = size_text(settings)
     versions = ", ".join(f"{name} {number}" for name, number in place["versions"].items() if number)
     facts = [
         f"{settings['model']}, {size}, {settings['steps']} steps",
@@ -39,7 +41,7 @@ def comparison_page(report: Mapping[str, Any], folder: Path, label: str) -> Page
     ]
     shown = report["clips"][:_MOST_CLIPS]
     if len(shown) < len(report["clips"]):
-        facts.append(f"the first {len(shown)} of {len(report['clips'])} clips are shown below; the figures are of all")
+        facts.append(f"the first {len(shown)} of {len(report['clips'])} {what} are shown below; the figures are of all")
     clips = []
     for clip in shown:
         media = [(text, folder / clip["folder"] / clip["files"][k]) for k, text in _MEDIA.items() if k in clip["files"]]
@@ -56,7 +58,10 @@ def comparison_page(report: Mapping[str, Any], folder: Path, label: str) -> Page
 def _table(report: Mapping[str, Any]) -> Table:
     names = [name for name in report["clips"][0]["metrics"] if name != "psnr_from_mean_mse"]
     units = {name: report["clips"][0]["metrics"][name]["unit"] for name in names}
-    headings = ["clip", *(metric_title(name) + (f", {units[name]}" if units[name] else "") for name in names)]
+    headings = [
+        "picture" if report["pictures"] else "clip",
+        *(metric_title(name) + (f", {units[name]}" if units[name] else "") for name in names),
+    ]
     headings += ["density", "speed-up"]
     rows = []
     for clip in report["clips"]:

@@ -27,22 +27,22 @@ class RunConfig:
     """What `generate` and `compare` share. `None` takes the model's or the method's own default.
 
     Args:
-        model: `"mini-wan"`, a folder in diffusers format, or a hub id.
+        model: `"mini-wan"`, `"mini-pixel-dit"`, a folder in diffusers format, or a hub id.
         method: the sparse attention, one of `METHODS`.
         preset: of the method; `None` takes the method's own first choice.
         sparsity: share of the block pairs skipped in sparse steps, in [0, 1). More is faster and further from dense.
             BA-Att alone, 0.5 where `None`.
-        topk: blocks that each query keeps per level, LLSA alone.
+        topk: blocks that each query keeps per level, LLSA alone; `None` takes what the model was trained with, else 8.
         steps: denoising steps.
         warmup: dense steps at the start: a number of steps (int) or a share of all (float in [0, 1]). More is slower
             and closer to dense.
         block_size: tokens of a block. Larger blocks are faster for the same sparsity, and coarser.
         min_tokens: shorter sequences run dense, because sparse attention does not pay there.
         backend: of the block-sparse attention; `"auto"` picks by device.
-        frames: of the clip.
+        frames: of the clip; 1 for a model of pictures.
         height: pixels.
         width: pixels.
-        prompt: one clip for each prompt and seed.
+        prompt: one clip for each prompt and seed. For a model of pictures, classes by name or number.
         seed: start values of the noise.
         negative_prompt: what guidance moves away from.
         guidance_scale: classifier-free guidance; 1 or less turns it off and halves the work.
@@ -112,8 +112,10 @@ class RunConfig:
         known = (*METHODS, *self._without_method)
         if self.method not in known:
             raise UserInputError(f"method must be one of {', '.join(known)}, got {self.method!r}")
-        if self.method in METHODS:
-            METHODS[self.method].config(self)  # the method checks what it is given
+        # The method checks what it is given. Where the model decides, an argument of one method is checked by that one.
+        chosen = ("llsa" if self.topk is not None else DEFAULT_METHOD) if self.method == AUTO else self.method
+        if chosen in METHODS:
+            METHODS[chosen].config(self, None)
 
     def _check_warmup(self) -> None:
         value = self.warmup
@@ -142,14 +144,20 @@ class RunConfig:
 class CompareConfig(RunConfig):
     """Arguments of `compare`; see `RunConfig` for those shared with `generate`.
 
+    `method` may also be `"auto"`: LLSA for a model that was trained with it, else BA-Att.
+
     Args:
         mask_layer: transformer layer of the block mask picture; `None` takes the middle one.
         save_frames: also keep the raw frames of both runs, float32, as .npz (6 to 400 MB a clip).
         floor: also make the dense clip with another attention kernel: the noise floor.
-        save_masks: also keep the block masks of the sparse layers and steps as masks.npz: of at most 12 layers, and of
-            as many evenly spaced steps as fit into 256 MiB before compression.
+        save_masks: also keep the block masks of the sparse layers and steps as masks.npz, with LLSA the chosen keys as
+            selections.npz: of at most 12 layers, and of as many evenly spaced steps as fit into 256 MiB before
+            compression.
     """
 
+    _without_method: ClassVar[tuple[str, ...]] = (AUTO,)
+
+    method: str = AUTO
     out: Path = Path("outputs/compare")
     mask_layer: int | None = None
     save_frames: bool = False

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserInputError
+from ..pipelines.defaults import makes_pictures
 from ..pipelines.loading import load_pipeline
 from .clip import generate_clip
-from .config import AUTO, DEFAULT_METHOD, DENSE, GenerateConfig
+from .config import DENSE, GenerateConfig
 from .files import remove_parts, write_json
 from .folder import REPORT, check_writable, item_name
-from .generate_images import generate_images, is_image_pipeline
+from .generate_images import generate_images
 from .methods import METHODS
 from .prepare import prepare, resolve_place
 from .progress import ItemProgress, ProgressCallback
@@ -57,12 +57,10 @@ def generate(
         _check_free(config, overwrite)
     if pipe is None:
         pipe = load_pipeline(config.model, device=config.device, dtype=config.dtype)
-    if is_image_pipeline(pipe):
+    if makes_pictures(pipe):
         if attention is not None:
             raise UserInputError(f"attention must be left out for a model of pictures, got {attention!r}")
         return generate_images(config, pipe, overwrite=overwrite, progress=progress, command=command)
-    if config.method == AUTO:
-        config = dataclasses.replace(config, method=DEFAULT_METHOD)
     ready = prepare(config, pipe=pipe, attention=attention)
     config, pipe = ready.config, ready.pipe
     _check_free(config, overwrite)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from ..errors import DiffsieveError, UserInputError
+from ..errors import UserInputError
+from ..pipelines.defaults import generation_defaults
+from .canvas import to_image
+from .clip import generate_clip
 from .config import GenerateConfig
 from .files import remove_parts, write_json, write_png
 from .folder import REPORT, item_name
+from .prepare import fit_pictures
 from .progress import ItemProgress, ProgressCallback
-from .report import GENERATE_SCHEMA, environment, now
+from .report import GENERATE_SCHEMA, clip_seconds, environment, now
+from .video import to_uint8
 
 RUN = "picture"
 _OF_VIDEO = ("preset", "topk", "warmup", "block_size", "min_tokens", "frames", "max_sequence_length", "fps")
-
-
-def is_image_pipeline(pipe: Any) -> bool:
-    """Whether a pipeline makes pictures of classes instead of clips of prompts."""
-    return type(pipe).__name__ == "PixelDiTPipeline"
 
 
 def generate_images(
@@ -53,74 +48,36 @@ def generate_images(
         DiffsieveError: a picture holds NaN.
     """
     _check(config)
-    labels, prompts = _classes(config, pipe)
-    side = pipe.transformer.config.sample_size
-    config = dataclasses.replace(
-        config,
-        steps=config.steps or 20,
-        height=config.height or side,
-        width=config.width or side,
-        guidance_scale=pipe.config.guidance_scale if config.guidance_scale is None else config.guidance_scale,
-        prompt=prompts,
-    )
+    config = fit_pictures(config, pipe).filled(generation_defaults(pipe))
     assert config.steps is not None
-    items = [(index, seed) for index in range(len(labels)) for seed in config.seed]
-    names = [f"{item_name(index, prompts[index] if prompts else RUN, seed)}.png" for index, seed in items]
+    items = [(index, prompt, seed) for index, prompt in enumerate(config.prompt) for seed in config.seed]
+    names = [f"{item_name(*item)}.png" for item in items]
     taken = [name for name in [*names, REPORT] if (config.out / name).exists()]
     if taken and not overwrite:
         raise UserInputError(f"out must not hold {taken[0]} already, got {config.out}; overwrite replaces it")
     config.out.mkdir(parents=True, exist_ok=True)
     remove_parts(config.out)
-    pipe.set_progress_bar_config(disable=True)
     records = []
-    for number, ((index, seed), name) in enumerate(zip(items, names, strict=True)):
-        prompt = prompts[index] if prompts else RUN
+    for number, ((_, prompt, seed), name) in enumerate(zip(items, names, strict=True)):
         teller = ItemProgress(progress, number, len(items), prompt, seed, config.steps)
-        pixels, seconds = _draw(pipe, config, labels[index], seed, teller.step_callback(RUN))
-        if not (pixels == pixels).all():
-            raise DiffsieveError(f"the picture of {prompt!r}, seed {seed}, holds values that are not finite")
+        on_step = teller.step_callback(RUN)
+        clip = generate_clip(pipe, config, prompt=prompt, seed=seed, name="generated", on_step=on_step)
         teller.tell(RUN, "write", config.steps)
-        write_png(config.out / name, pipe.numpy_to_pil(pixels)[0])
-        records.append({"prompt": prompt, "seed": seed, "file": name, "seconds": seconds, "sparsity": None})
+        write_png(config.out / name, to_image(to_uint8(clip.frames)[0]))
+        records.append({"prompt": prompt, "seed": seed, "file": name, "seconds": clip_seconds(clip), "sparsity": None})
         teller.tell(RUN, "done", config.steps)
     report = {
         "schema": GENERATE_SCHEMA,
         "created": now(),
         "command": None if command is None else list(command),
         "settings": config.settings() | {"attention": None, "own_attention": pipe.transformer.config.attention_method},
-        "prompt": list(prompts),
+        "prompt": list(config.prompt),
         "seed": list(config.seed),
         "environment": environment(pipe),
         "clips": records,
     }
     write_json(config.out / REPORT, report)
     return report
-
-
-def _draw(
-    pipe: Any, config: GenerateConfig, label: int | None, seed: int, on_step: Callable[[int], None]
-) -> tuple[Any, dict[str, Any]]:
-    """One picture (1, H, W, 3) in [0, 1], and the seconds that it took."""
-    ends = [time.perf_counter()]
-
-    def after_step(_pipe: Any, step: int, _timestep: Any, _tensors: dict[str, Any]) -> dict[str, Any]:
-        ends.append(time.perf_counter())
-        on_step(step + 1)
-        return {}
-
-    output = pipe(
-        None if label is None else [label],
-        height=config.height,
-        width=config.width,
-        num_inference_steps=config.steps,
-        guidance_scale=config.guidance_scale,
-        generator=torch.Generator().manual_seed(seed),
-        output_type="np",
-        callback_on_step_end=after_step,
-    )
-    total = round(time.perf_counter() - ends[0], 4)
-    steps = [round(end - begin, 4) for begin, end in pairwise(ends)]
-    return output.images, {"total": total, "steps": steps, "decode": 0.0}
 
 
 def _check(config: GenerateConfig) -> None:
@@ -133,15 +90,3 @@ def _check(config: GenerateConfig) -> None:
             f"{given[0]} must be left out for a model of pictures, which attends as it was trained to, got "
             f"{getattr(config, given[0])!r}"
         )
-
-
-def _classes(config: GenerateConfig, pipe: Any) -> tuple[list[int | None], tuple[str, ...]]:
-    """Numbers of the classes to draw, and what to call them."""
-    names = pipe.config.class_names
-    if not pipe.transformer.config.num_classes:
-        if config.prompt:
-            raise UserInputError(f"prompt must be left out for a model without classes, got {config.prompt[0]!r}")
-        return [None], ()
-    wanted: list[int | str] = [int(text) if text.strip().isdecimal() else text.strip() for text in config.prompt]
-    found = pipe.class_ids(wanted or [0])
-    return list(found), tuple(names[number] if names else f"class {number}" for number in found)

@@ -2,68 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import UserInputError
 from .files import atomic_path
+from .recorded import Collector, Recorded
 
 if TYPE_CHECKING:
     from ..processors import RecordedMask
 
-MAX_BYTES = 256 << 20
-MAX_LAYERS = 12
-
-
-def spread(values: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` of the values, evenly spaced, the first and the last among them."""
-    count = min(count, len(values))
-    if count < 2:
-        return list(values[-count:]) if count else []
-    return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
-
 
 @dataclass(frozen=True)
-class BlockMasks:
+class BlockMasks(Recorded):
     """Block masks by layer and step, of one guidance branch.
 
     Args:
-        layers: N names, such as "transformer.blocks.3", one for each entry.
-        steps: N denoising steps, from 0.
+        layers, steps, block_size, grid_thw: see `Recorded`.
         orders: N tuples of the heads' token orders.
         masks: (N, H, Nq, ceil(Nk / 8)) uint8, packed bits, set where a block pair was computed.
         query_blocks: (N, H, L) block that each token is a query of, tokens in raster order.
         key_blocks: (N, H, L) block that each token is a key of.
         num_blocks: Nk.
-        block_size: tokens of a block.
-        grid_thw: (frames, height, width) in tokens.
     """
 
-    layers: tuple[str, ...]
-    steps: tuple[int, ...]
     orders: tuple[tuple[str, ...], ...]
     masks: np.ndarray
     query_blocks: np.ndarray
     key_blocks: np.ndarray
     num_blocks: int
-    block_size: int
-    grid_thw: tuple[int, int, int]
 
     @property
     def heads(self) -> int:
         return int(self.masks.shape[1])
-
-    def layer_names(self) -> list[str]:
-        """Return the layers, in the order of the model."""
-        return list(dict.fromkeys(self.layers))
-
-    def steps_of(self, layer: str) -> list[int]:
-        """Return the steps that have a mask of a layer."""
-        return sorted(step for name, step in zip(self.layers, self.steps, strict=True) if name == layer)
 
     def mask(self, layer: str, step: int, head: int) -> np.ndarray:
         """Return the mask of one head: (Nq, Nk) bool.
@@ -85,12 +58,8 @@ class BlockMasks:
         Raises:
             UserInputError: no such layer, step, head or token.
         """
-        entry = self._entry(layer, step)
-        for name, value, size in zip(("frame", "row", "column"), token, self.grid_thw, strict=True):
-            if not 0 <= value < size:
-                raise UserInputError(f"{name} must be in [0, {size - 1}], got {value}")
+        entry, place = self._entry(layer, step), self._place(token)
         bits = self._bits(entry, head)
-        place = int(np.ravel_multi_index(token, self.grid_thw))
         row = bits[int(self.query_blocks[entry, head, place])]
         return row[self.key_blocks[entry, head]].reshape(self.grid_thw)
 
@@ -99,22 +68,12 @@ class BlockMasks:
         return self.orders[self._entry(layer, step)]
 
     def _bits(self, entry: int, head: int) -> np.ndarray:
-        if not 0 <= head < self.heads:
-            raise UserInputError(f"head must be in [0, {self.heads - 1}], got {head}")
+        self._check_head(head)
         return np.unpackbits(self.masks[entry, head], axis=-1, count=self.num_blocks).astype(bool)
-
-    def _entry(self, layer: str, step: int) -> int:
-        if layer not in self.layers:
-            raise UserInputError(f"layer must be one of {', '.join(self.layer_names())}, got {layer!r}")
-        for entry, (name, number) in enumerate(zip(self.layers, self.steps, strict=True)):
-            if name == layer and number == step:
-                return entry
-        raise UserInputError(f"step must be one of {', '.join(map(str, self.steps_of(layer)))}, got {step}")
 
     def thinned(self, steps: int) -> BlockMasks:
         """Return at most so many evenly spaced steps of each layer."""
-        kept = {(layer, step) for layer in self.layer_names() for step in spread(self.steps_of(layer), steps)}
-        places = [i for i, pair in enumerate(zip(self.layers, self.steps, strict=True)) if pair in kept]
+        places = self._thinned_entries(steps)
         return BlockMasks(
             layers=tuple(self.layers[i] for i in places),
             steps=tuple(self.steps[i] for i in places),
@@ -128,53 +87,30 @@ class BlockMasks:
         )
 
 
-class MaskCollector:
-    """Takes the masks of a running generation after each step.
+class MaskCollector(Collector["RecordedMask"]):
+    """Takes the block masks of a running generation after each step."""
 
-    Args:
-        pipe: with BA-Att applied and `record_masks` set.
-        steps: of the generation.
-    """
-
-    def __init__(self, pipe: Any, steps: int) -> None:
-        self._pipe, self._steps = pipe, steps
-        self._wanted: set[int] | None = None
-        self._latest: dict[str, Any] = {}
-        self._entries: list[tuple[int, RecordedMask, np.ndarray, np.ndarray, np.ndarray]] = []
-
-    def after_step(self, finished: int) -> None:
-        """Look for new masks; `finished` counts the steps done."""
+    def _found(self) -> list[tuple[str, Any, RecordedMask]]:
         from ..processors import recorded_masks
 
-        try:
-            found = recorded_masks(self._pipe)
-        except UserInputError:  # no sparse step yet
-            return
-        # A dense step leaves the masks of an earlier one in place.
-        fresh = [mask for mask in found if self._latest.get(mask.layer) is not mask.block_index]
-        step = finished - 1
-        for mask in fresh:
-            self._latest[mask.layer] = mask.block_index
-            packed, query_blocks, key_blocks = _pack(mask)
-            if self._wanted is None:
-                size = packed.nbytes + query_blocks.nbytes + key_blocks.nbytes
-                rest = range(step, self._steps)
-                self._wanted = set(spread(rest, max(1, MAX_BYTES // (size * len(found)))))
-            if step in self._wanted:
-                self._entries.append((step, mask, packed, query_blocks, key_blocks))
+        return [(mask.layer, mask.block_index, mask) for mask in recorded_masks(self._pipe)]
+
+    def _pack(self, item: RecordedMask) -> tuple[np.ndarray, ...]:
+        return _pack(item)
 
     def result(self) -> BlockMasks | None:
         """Return what was collected; `None` where no step was sparse."""
-        if not self._entries:
+        if not self.entries:
             return None
-        first = self._entries[0][1]
+        first = self.entries[0][1]
+        masks, query_blocks, key_blocks = (np.stack([packed[i] for *_, packed in self.entries]) for i in range(3))
         return BlockMasks(
-            layers=tuple(mask.layer for _, mask, *_ in self._entries),
-            steps=tuple(step for step, *_ in self._entries),
-            orders=tuple(mask.orders for _, mask, *_ in self._entries),
-            masks=np.stack([packed for *_, packed, _, _ in self._entries]),
-            query_blocks=np.stack([query for *_, query, _ in self._entries]),
-            key_blocks=np.stack([key for *_, key in self._entries]),
+            layers=tuple(mask.layer for _, mask, _ in self.entries),
+            steps=tuple(step for step, *_ in self.entries),
+            orders=tuple(mask.orders for _, mask, _ in self.entries),
+            masks=masks,
+            query_blocks=query_blocks,
+            key_blocks=key_blocks,
             num_blocks=first.num_blocks,
             block_size=first.block_size,
             grid_thw=first.grid_thw,

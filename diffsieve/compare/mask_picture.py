@@ -19,7 +19,12 @@ _MAX_HEADS = 8
 
 
 def mask_picture(
-    mask: torch.Tensor, *, title: str, notes: Sequence[str] = (), names: Sequence[str] | None = None
+    mask: torch.Tensor,
+    *,
+    title: str,
+    notes: Sequence[str] = (),
+    names: Sequence[str] | None = None,
+    legend: tuple[str, str] = ("computed", "skipped"),
 ) -> Image.Image:
     """Draw the mask of one layer.
 
@@ -28,6 +33,7 @@ def mask_picture(
         title: first line.
         notes: lines under the panels.
         names: one a head, for instance its token order; default none.
+        legend: what True and False stand for.
 
     Raises:
         UserInputError: mask of another shape or without heads.
@@ -46,7 +52,6 @@ def mask_picture(
     columns = len(shown) if len(shown) <= 4 else -(-len(shown) // 2)
     rows = -(-len(shown) // columns)
     top = margin + text_size("x", 18)[1] + 18
-    legend = "computed", "skipped"
     inner = columns * (left + width) + (columns - 1) * gap
     total = max(inner, 460) + 2 * margin, top + rows * (above + height + below) + (1 + len(notes)) * line + 10 + margin
     picture = Image.new("RGB", total, PAPER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 UNTRAINED = (
     "LLSA changes the output of a model that was not trained with it: this shows how far, not how well LLSA works"
 )
+TRAINED = (
+    "the model was trained with LLSA, not with dense attention: the distance says how far the two are apart, not which "
+    "picture is better"
+)
 
 
 @dataclass(frozen=True)
@@ -23,14 +28,15 @@ class Method:
 
     Args:
         label: what pictures and tables call it.
-        config: makes its configuration from the run's arguments; refuses those that have no meaning for it.
+        config: (run's arguments, what the model was trained with or `None`) -> its configuration; refuses arguments
+            that have no meaning for it.
         amount: says in a word or two how much a configuration keeps or skips.
         measured: (pipeline, steps of the run) -> what it did in the latest run, with the keys of `SparsitySummary`
             that tables read: densities, steps, backend, notes.
     """
 
     label: str
-    config: Callable[[RunConfig], Any]
+    config: Callable[[RunConfig, LLSAConfig | None], Any]
     amount: Callable[[Any], str]
     measured: Callable[[Any, int], dict[str, Any]]
 
@@ -40,7 +46,7 @@ def method_label(method: str, attention: Any) -> str:
     return f"{METHODS[method].label} {METHODS[method].amount(attention)}"
 
 
-def _ba_att_config(run: RunConfig) -> BAAttConfig:
+def _ba_att_config(run: RunConfig, trained: LLSAConfig | None) -> BAAttConfig:
     from ..processors import BAAttConfig
 
     _refuse(run, "ba-att", ("topk",))
@@ -54,13 +60,13 @@ def _ba_att_config(run: RunConfig) -> BAAttConfig:
     return BAAttConfig(sparsity=run.sparsity, backend=run.backend, **chosen)
 
 
-def _llsa_config(run: RunConfig) -> LLSAConfig:
+def _llsa_config(run: RunConfig, trained: LLSAConfig | None) -> LLSAConfig:
     from ..processors import LLSAConfig
 
     _refuse(run, "llsa", ("preset", "sparsity", "warmup", "min_tokens"))
     given = {"block_size": run.block_size, "topk": run.topk}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return LLSAConfig(backend=run.backend, **chosen)
+    return dataclasses.replace(trained or LLSAConfig(), backend=run.backend, **chosen)
 
 
 def _refuse(run: RunConfig, method: str, names: tuple[str, ...]) -> None:
@@ -70,13 +76,19 @@ def _refuse(run: RunConfig, method: str, names: tuple[str, ...]) -> None:
 
 
 def _ba_att_measured(pipe: Any, steps: int) -> dict[str, Any]:
-    from ..processors import sparsity_summary
+    from ..processors import sparsity_summary, trained_llsa
 
-    return sparsity_summary(pipe).to_dict()
+    found = sparsity_summary(pipe).to_dict()
+    own = trained_llsa(pipe)
+    if own is not None:
+        note = f"the model was trained with {_llsa_text(own)}: dense attention and BA-Att both change its output"
+        found["notes"] = [*found["notes"], note]
+    return found
 
 
 def _llsa_measured(pipe: Any, steps: int) -> dict[str, Any]:
     from ..processors import sparsity_summary
+    from ..processors.install import llsa_controllers_of
 
     summary = sparsity_summary(pipe).to_dict()
     sparse, dense = len(summary["layers"]), len(summary["dense_layers"])
@@ -87,8 +99,25 @@ def _llsa_measured(pipe: Any, steps: int) -> dict[str, Any]:
         "steps_total": steps,
         "steps_dense": 0,
         "dense_reasons": {},
-        "notes": [UNTRAINED],
+        "notes": [_llsa_note(pipe, llsa_controllers_of(pipe)[0].config)],
     }
+
+
+def _llsa_note(pipe: Any, config: LLSAConfig) -> str:
+    """Say what a distance from dense means for this model."""
+    from ..processors import trained_llsa
+
+    own = trained_llsa(pipe)
+    if own is None:
+        return UNTRAINED
+    if config.attends_like(own):
+        return TRAINED
+    return f"the model was trained with {_llsa_text(own)}: other settings change its output, as dense attention does"
+
+
+def _llsa_text(config: LLSAConfig) -> str:
+    topk = config.topk if isinstance(config.topk, int) else "/".join(map(str, config.topk))
+    return f"LLSA top {topk} in blocks of {config.block_size}"
 
 
 METHODS = {

@@ -120,6 +120,8 @@ def frame_charts(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if name == "psnr_from_mean_mse":  # the same values per frame as psnr
             continue
         results = {label: found[name] for label, found in metrics.items() if name in found}
+        if max(len(result["per_frame"]) for result in results.values()) < 2:  # a picture
+            continue
         series = [Series(label, list(enumerate(result["per_frame"]))) for label, result in results.items()]
         unit = next(iter(results.values()))["unit"]
         title = f"{metric_title(name)} over frames"

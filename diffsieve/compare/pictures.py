@@ -27,6 +27,7 @@ _THUMBNAIL = 224
 _MAX_THUMBNAIL = 480
 _SHOWN_FRAMES = 5
 _SCALE_ENDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_LEGEND_WIDTH = 500
 _BAND = (20, 23, 28)
 
 
@@ -89,6 +90,13 @@ def difference_picture(
         shown = list(numbers)
     difference = (dense - sparse).abs().mean(dim=1).numpy()  # (n, H, W)
     end = _scale_end(difference)
+    if len(psnr.per_frame) == 1:
+        panels = [to_image((clip[0] * 255.0).round().to(torch.uint8)) for clip in (dense, sparse)]
+        panels.append(Image.fromarray(colour_scale(difference[0] / end)))
+        figures = [_decibel(psnr.per_frame[0])]
+        if ssim is not None and ssim.mean is not None:
+            figures.append(f"SSIM {ssim.mean:.3f}")
+        return _one_frame(panels, [*labels, "|difference|"], title, ", ".join(figures), end)
     rows = [
         [_thumbnail(to_image((clip[i] * 255.0).round().to(torch.uint8))) for i in range(len(shown))]
         for clip in (dense, sparse)
@@ -125,6 +133,28 @@ def difference_picture(
         if ssim is not None:
             draw_text(draw, (middle, y + line), f"SSIM {ssim.per_frame[index]:.3f}", 13, colour=FAINT, anchor="ma")
     _draw_legend(picture, draw, (margin + gutter, y + under + 14), end)
+    return picture
+
+
+def _one_frame(
+    panels: Sequence[Image.Image], names: Sequence[str], title: str, figures: str, end: float
+) -> Image.Image:
+    """Draw the panels of a single picture beside each other."""
+    images = [_thumbnail(panel) for panel in panels]
+    width, height = images[0].size
+    margin, gap, size = 24, 8, 15
+    line = text_size("x", size)[1]
+    total = max(len(images) * (width + gap) - gap, _LEGEND_WIDTH) + 2 * margin
+    top = margin + 2 * line + 22
+    picture = Image.new("RGB", (total, top + height + line + 84 + margin), PAPER)
+    draw = ImageDraw.Draw(picture)
+    draw_text(draw, (margin, margin), fit_text(title, 18, total - 2 * margin), 18)
+    for column, (name, image) in enumerate(zip(names, images, strict=True)):
+        x = margin + column * (width + gap)
+        picture.paste(image, (x, top))
+        draw_text(draw, (x + width / 2, top - 6), fit_text(name, size, width), size, anchor="mb")
+    draw_text(draw, (margin, top + height + 6), figures, size, colour=FAINT)
+    _draw_legend(picture, draw, (margin, top + height + line + 22), end)
     return picture
 
 

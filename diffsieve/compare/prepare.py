@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ..errors import UserInputError
-from ..pipelines.defaults import check_clip_size, generation_defaults
+from ..pipelines.defaults import check_clip_size, class_number, class_titles, generation_defaults, makes_pictures
 from ..pipelines.loading import load_pipeline, model_name, resolve_device, resolve_dtype
-from .config import DENSE, RunConfig
+from .config import AUTO, DEFAULT_METHOD, DENSE, RunConfig
 from .methods import METHODS
 from .report import dtype_name
 
@@ -53,25 +53,60 @@ def prepare(config: Config, *, pipe: Any | None, attention: Any | None) -> Prepa
         attention: configuration of the sparse attention in place of the one that `config` describes, or `None`.
 
     Raises:
-        UserInputError: no such model, no text-to-video pipeline with a transformer, a size that it would round, a
-            family without an adapter.
+        UserInputError: no such model, no pipeline of clips from text or of pictures with a transformer, a size that it
+            would round, a class that it does not know, a family without an adapter.
         BackendUnavailableError: the named backend cannot run here.
     """
     if pipe is None:
         pipe = load_pipeline(config.model, device=config.device, dtype=config.dtype)
     if getattr(pipe, "transformer", None) is None and getattr(pipe, "transformer_2", None) is None:
         raise UserInputError(f"model must be a pipeline with a transformer, got {type(pipe).__name__}")
+    from ..kernels.llsa import resolve_levels
+    from ..processors import LLSAConfig, trained_llsa
+
+    config = fit_pictures(config, pipe) if makes_pictures(pipe) else config
     config = config.filled(generation_defaults(pipe))
     assert config.frames is not None
     assert config.height is not None
     assert config.width is not None
-    check_clip_size(pipe, frames=config.frames, height=config.height, width=config.width)
+    if not makes_pictures(pipe):
+        check_clip_size(pipe, frames=config.frames, height=config.height, width=config.width)
+    trained = trained_llsa(pipe)
+    if config.method == AUTO:
+        llsa = isinstance(attention, LLSAConfig) or (attention is None and trained is not None)
+        config = dataclasses.replace(config, method="llsa" if llsa else DEFAULT_METHOD)
     if config.method == DENSE:
         return Prepared(pipe, config, None)
     if attention is None:
-        attention = METHODS[config.method].config(config)
+        attention = METHODS[config.method].config(config, trained)
     _check_attention(pipe, attention)
+    if makes_pictures(pipe) and isinstance(attention, LLSAConfig):  # one token a pixel
+        assert config.height is not None
+        assert config.width is not None
+        resolve_levels(attention.levels, config.height * config.width, attention.block_size)
     return Prepared(pipe, config, attention)
+
+
+def fit_pictures(config: Config, pipe: Any) -> Config:
+    """Refuse what pictures do not have, and call the classes by their titles.
+
+    Raises:
+        UserInputError: an argument of clips is given, a side is too large, or there is no such class.
+    """
+    from ..pipelines.pixel_dit.pipeline import MAX_SIDE
+
+    for name in ("negative_prompt", "max_sequence_length", "fps"):
+        if getattr(config, name) is not None:
+            raise UserInputError(f"{name} must be left out for a model of pictures, got {getattr(config, name)!r}")
+    if config.frames not in (None, 1):
+        raise UserInputError(f"frames must be left out for a model of pictures, got {config.frames}")
+    for name in ("height", "width"):
+        value = getattr(config, name)
+        if value is not None and value > MAX_SIDE:
+            raise UserInputError(f"{name} must be a whole number of pixels in [1, {MAX_SIDE}], got {value}")
+    titles = class_titles(pipe)
+    numbers = [class_number(pipe, prompt) for prompt in config.prompt]
+    return dataclasses.replace(config, prompt=tuple(titles[number or 0] for number in numbers))
 
 
 def transformer_of(pipe: Any) -> Any:

@@ -57,6 +57,12 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def size_text(settings: Mapping[str, Any]) -> str:
+    """Return the size of a clip or picture, such as "25 frames of 192 x 192" or "128 x 128"."""
+    size = f"{settings['width']} x {settings['height']}"
+    return size if settings["fps"] is None else f"{settings['frames']} frames of {size}"
+
+
 def clip_seconds(clip: Clip) -> dict[str, Any]:
     """Return the times of a clip, rounded to 0.1 ms."""
     return {

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserInputError
 from ..eval import LoadedLpips, MetricResult, lpips, ms_ssim, psnr, psnr_from_mean_mse, ssim
+from ..pipelines.defaults import makes_pictures
 from ..pipelines.loading import weights_digest
 from . import folder as folders
 from .clip import Clip, generate_clip
 from .clip_file import DenseClips, read_clip, write_clip
 from .compare_page import comparison_page, load_lpips_or_say_why
-from .config import CompareConfig
+from .config import AUTO, CompareConfig
 from .files import remove_parts, write_frames, write_json
 from .floor import other_kernel
-from .mask_file import MAX_LAYERS, MaskCollector, spread
 from .methods import METHODS, method_label
 from .page import write_page
-from .pair_files import FILES, write_pair
-from .prepare import Prepared, prepare, resolve_place, transformer_of
+from .pair_files import FILES, PICTURE_FILES, write_pair, write_shown
+from .prepare import Prepared, prepare, resolve_place
 from .progress import ItemProgress, ProgressCallback
+from .recording import collector_of, last_mask_picture, mask_layer, record_layers
 from .report import COMPARE_SCHEMA, clip_seconds, environment, floor_summary, now, speed_up, summary
-from .video import to_uint8, write_mp4
+from .video import to_uint8
 
 
 def compare(
@@ -41,13 +41,14 @@ def compare(
     """Generate every prompt and seed twice from the same noise, dense and sparse, and compare the raw frames.
 
     Per prompt and seed a folder with both clips, side_by_side.mp4, difference.png, difference.mp4, mask.png and
-    metrics.json; beside them settings.json at the start, report.html and report.json at the end. A file is complete or
-    absent at any time. A pair whose metrics.json stands is not made again by a resumed run, and a finished dense half
-    is not either.
+    metrics.json; beside them settings.json at the start, report.html and report.json at the end. A `PixelDiTPipeline`
+    makes pictures: the same as .png files, with difference_map.png in the place of difference.mp4; dense is then full
+    attention with the weights as they are. A file is complete or absent at any time. A pair whose metrics.json stands
+    is not made again by a resumed run, and a finished dense half is not either.
 
     Args:
         config: what to generate; see `CompareConfig`.
-        pipe: a loaded text-to-video pipeline; default: load `config.model`.
+        pipe: a loaded text-to-video pipeline or `PixelDiTPipeline`; default: load `config.model`.
         attention: configuration of the sparse attention, for options that `config` has not; default: from `config`.
         resume: continue the run in `config.out`; its settings must be the same, prompts and seeds may be added.
         overwrite: replace the comparison in `config.out`.
@@ -64,16 +65,19 @@ def compare(
         BackendUnavailableError: the named backend cannot run here.
         DiffsieveError: a clip holds NaN, or ffmpeg failed.
     """
+    from ..processors import full_attention
+
     config = resolve_place(config, pipe)
     earlier = folders.check_output(config.out, resume=resume, overwrite=overwrite)
     if resume and earlier is not None:
         given = {name: value for name, value in config.settings().items() if value is not None}
+        if config.method == AUTO:  # the model decides, which is not loaded yet
+            del given["method"]
         folders.check_same_settings(earlier, given, config.out)
     ready = prepare(config, pipe=pipe, attention=attention)
-    config, layer = ready.config, _mask_layer(ready)
+    config, layer = ready.config, mask_layer(ready)
     if layer is not None:
-        recorded = _recorded_layers(ready, layer)
-        ready = dataclasses.replace(ready, attention=dataclasses.replace(ready.attention, record_masks=recorded))
+        ready = record_layers(ready, layer)
     place = environment(ready.pipe)
     settings = config.settings() | {
         "mask_layer": layer,
@@ -89,9 +93,11 @@ def compare(
         if folders.check_output(config.out, resume=resume, overwrite=overwrite) != earlier:
             raise UserInputError(f"out must not be in use by another run, got {config.out}, which one has just written")
         if earlier is not None and not resume:
-            folders.clear(config.out, earlier, [*FILES.values(), folders.RECORD])
+            folders.clear(config.out, earlier, [*FILES.values(), *PICTURE_FILES.values(), folders.RECORD])
         folders.start(config.out, settings, config.prompt, config.seed)
-        records = _make_pairs(ready, settings, progress, None if dense_clips is None else DenseClips(dense_clips))
+        with full_attention(ready.pipe):
+            shared = None if dense_clips is None else DenseClips(dense_clips)
+            records = _make_pairs(ready, settings, progress, shared, layer)
         report = {
             "schema": COMPARE_SCHEMA,
             "created": now(),
@@ -99,6 +105,7 @@ def compare(
             "settings": settings,
             "prompt": list(config.prompt),
             "seed": list(config.seed),
+            "pictures": makes_pictures(ready.pipe),
             "environment": place,
             "notes": sorted({note for record in records for note in record["notes"]}),
             "summary": summary(records),
@@ -116,6 +123,7 @@ def _make_pairs(
     settings: Mapping[str, Any],
     progress: ProgressCallback | None,
     shared: DenseClips | None,
+    layer: int | None,
 ) -> list[dict[str, Any]]:
     """Make every pair that is not there yet; return the records of all."""
     config = ready.config
@@ -130,37 +138,10 @@ def _make_pairs(
             folder.mkdir(exist_ok=True)
             remove_parts(folder)
             dense = _dense_clip(ready, settings, prompt, seed, folder / FILES["dense_frames"], teller, shared)
-            record = _make_pair(ready, prompt, seed, folder, teller, perceptual, dense)
+            record = _make_pair(ready, prompt, seed, folder, teller, perceptual, dense, layer)
         records.append(record)
         teller.tell("sparse", "done", config.steps or 0)
     return records
-
-
-def _sparse_layers(ready: Prepared[CompareConfig]) -> list[int]:
-    layers = int(transformer_of(ready.pipe).config.num_layers)
-    dense = {layer % layers for layer in ready.attention.dense_layers}
-    return [layer for layer in range(layers) if layer not in dense]
-
-
-def _recorded_layers(ready: Prepared[CompareConfig], layer: int) -> tuple[int, ...]:
-    """Return the layers whose masks are kept: that of the picture, and with `save_masks` others beside it."""
-    others = spread(_sparse_layers(ready), MAX_LAYERS - 1) if ready.config.save_masks else []
-    return tuple(sorted({layer, *others}))
-
-
-def _mask_layer(ready: Prepared[CompareConfig]) -> int | None:
-    """Return the layer whose mask is drawn: the one asked for, else the sparse one nearest to the middle, if any."""
-    if not hasattr(ready.attention, "record_masks"):
-        if ready.config.mask_layer is not None:
-            raise UserInputError(f"mask_layer must be left out for {ready.config.method}, which has no block mask")
-        return None
-    sparse, layer = _sparse_layers(ready), ready.config.mask_layer
-    if layer is None:
-        middle = int(transformer_of(ready.pipe).config.num_layers) // 2
-        return min(sparse, key=lambda number: abs(number - middle), default=None)
-    if layer not in sparse:
-        raise UserInputError(f"mask_layer must be a sparse layer of the model, one of {sparse}, got {layer}")
-    return layer
 
 
 def _dense_clip(
@@ -196,19 +177,20 @@ def _make_pair(
     teller: ItemProgress,
     perceptual: LoadedLpips | MetricResult,
     dense: Clip,
+    layer: int | None,
 ) -> dict[str, Any]:
-    from ..processors import apply_sparse_attention, recorded_masks, remove_sparse_attention
+    from ..processors import apply_sparse_attention, remove_sparse_attention
 
     config, pipe = ready.config, ready.pipe
-    recorded = getattr(ready.attention, "record_masks", ())
-    paths = {name: folder / file for name, file in FILES.items()}
+    files = PICTURE_FILES if makes_pictures(pipe) else FILES
+    paths = {name: folder / file for name, file in files.items()}
     apply_sparse_attention(pipe, ready.attention)
     try:
         tell = teller.step_callback("sparse")
-        collector = MaskCollector(pipe, config.steps or 0)
+        collector = collector_of(ready)
 
         def on_step(step: int) -> None:
-            if config.save_masks and recorded:
+            if config.save_masks and layer is not None:
                 collector.after_step(step)
             tell(step)
 
@@ -216,9 +198,9 @@ def _make_pair(
         sparsity = METHODS[config.method].measured(pipe, config.steps or 0)
         ran_sparse = sparsity["density_sparse_steps"] is not None
         mask = None
-        if ran_sparse and recorded:
-            drawn = _mask_layer(ready)
-            mask = next(found for found in recorded_masks(pipe) if int(found.layer.rpartition(".")[2]) == drawn)
+        if ran_sparse and layer is not None:
+            label = method_label(config.method, ready.attention)
+            mask = last_mask_picture(ready, layer, f"{prompt} · seed {seed}", label)
     finally:
         remove_sparse_attention(pipe)
 
@@ -238,7 +220,7 @@ def _make_pair(
         "sparsity": sparsity,
         "seconds": seconds,
         "speed_up": speed_up(seconds["dense"], seconds["sparse"], sparsity["steps_dense"]),
-        "notes": _notes(sparsity),
+        "notes": _notes(sparsity, "pictures" if makes_pictures(pipe) else "clips"),
     }
     write_json(folder / folders.RECORD, record)
     if not config.save_frames:
@@ -266,20 +248,19 @@ def _make_floor(
     config = ready.config
     if not config.floor:
         return None, []
-    assert config.fps is not None
     with other_kernel(ready.pipe) as kernel:
         on_step = teller.step_callback("floor")
         clip = generate_clip(ready.pipe, config, prompt=prompt, seed=seed, name="noise floor", on_step=on_step)
-    write_mp4(paths["floor"], to_uint8(clip.frames), fps=config.fps)
+    write_shown(paths["floor"], to_uint8(clip.frames), config.fps)
     if config.save_frames:
         write_frames(paths["floor_frames"], clip.frames)
     metrics = {metric.name: metric.to_dict() for metric in _metrics(dense, clip, perceptual)}
     return {"kernel": kernel, "metrics": metrics}, ["floor", *(["floor_frames"] if config.save_frames else [])]
 
 
-def _notes(sparsity: dict[str, Any]) -> list[str]:
+def _notes(sparsity: dict[str, Any], what: str) -> list[str]:
     """Say what a reader of the numbers must know; a comparison without any sparse step above all."""
     if sparsity["density_sparse_steps"] is None:
         reasons = ", ".join(sparsity["dense_reasons"])
-        return [f"all {sparsity['steps_total']} steps ran dense ({reasons}): both clips are the same computation"]
+        return [f"all {sparsity['steps_total']} steps ran dense ({reasons}): both {what} are the same computation"]
     return list(sparsity["notes"])

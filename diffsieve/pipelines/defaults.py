@@ -26,13 +26,14 @@ class GenerationDefaults:
 
     Args:
         steps: denoising steps.
-        frames: frames of the clip.
+        frames: frames of the clip; 1 for a model of pictures.
         height: pixels.
         width: pixels.
         guidance_scale: classifier-free guidance; 1 or less turns it off.
         max_sequence_length: text tokens; `None` where the pipeline has no such argument.
-        fps: frames per second of the files that are written; does not touch the frames.
-        prompts: examples that suit the model; the first one is used when no prompt is given.
+        fps: frames per second of the files that are written; does not touch the frames. `None` for pictures.
+        prompts: examples that suit the model; the first one is used when no prompt is given. Of a model of pictures the
+            names of all its classes.
     """
 
     steps: int
@@ -41,7 +42,7 @@ class GenerationDefaults:
     width: int
     guidance_scale: float
     max_sequence_length: int | None
-    fps: int
+    fps: int | None
     prompts: tuple[str, ...]
 
 
@@ -61,6 +62,9 @@ MINI_WAN_DEFAULTS = GenerationDefaults(
     ),
 )
 
+# What stands in the place of a class where a model of pictures has none.
+NO_CLASS = "picture"
+_PICTURE_STEPS = 20
 _WAN_FPS = 16
 _WAN_SIZE_STEP = 16  # Wan pipelines refuse other sizes, whatever the factors of the VAE and the patch
 _GENERIC_PROMPTS = (
@@ -76,8 +80,13 @@ def generation_defaults(pipe: Any) -> GenerationDefaults:
         pipe: a loaded pipeline.
 
     Raises:
-        UserInputError: the pipeline is no text-to-video pipeline, or the file in its folder is damaged.
+        UserInputError: the pipeline makes neither clips from text nor pictures of classes, or the file in its folder
+            is damaged.
     """
+    if makes_pictures(pipe):
+        side = pipe.transformer.config.sample_size
+        guidance = pipe.config.guidance_scale
+        return GenerationDefaults(_PICTURE_STEPS, 1, side, side, guidance, None, None, class_titles(pipe))
     file = Path(pipe.name_or_path or "") / DEFAULTS_FILE
     if pipe.name_or_path and file.is_file():
         return _read_defaults(file)
@@ -105,6 +114,36 @@ def generation_defaults(pipe: Any) -> GenerationDefaults:
         fps=_WAN_FPS,
         prompts=_GENERIC_PROMPTS,
     )
+
+
+def makes_pictures(pipe: Any) -> bool:
+    """Whether a pipeline makes pictures of classes instead of clips of prompts."""
+    return type(pipe).__name__ == "PixelDiTPipeline"
+
+
+def class_titles(pipe: Any) -> tuple[str, ...]:
+    """Return what to call the classes of a model of pictures, in their order: `(NO_CLASS,)` where it has none."""
+    names, count = pipe.config.class_names, pipe.transformer.config.num_classes
+    if not count:
+        return (NO_CLASS,)
+    return tuple(names) if names else tuple(f"class {number}" for number in range(count))
+
+
+def class_number(pipe: Any, title: str) -> int | None:
+    """Return the class that a title, a number or a name in any case stands for; `None` for a model without classes.
+
+    Raises:
+        UserInputError: no such class, or one for a model without classes.
+    """
+    text, titles = title.strip(), class_titles(pipe)
+    if titles == (NO_CLASS,) and not pipe.transformer.config.num_classes:
+        if text != NO_CLASS:
+            raise UserInputError(f"prompt must be left out for a model without classes, got {title!r}")
+        return None
+    if text in titles:
+        return titles.index(text)
+    found: list[int] = pipe.class_ids([int(text) if text.isdecimal() else text])
+    return found[0]
 
 
 def _read_defaults(file: Path) -> GenerationDefaults:

@@ -1,7 +1,7 @@
 """Configuration of LLSA attention processors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..errors import UserInputError
@@ -69,6 +69,10 @@ class LLSAConfig:
         per_level = isinstance(self.topk, tuple)
         matches = not per_level or len(numbers) == self.levels
         _check(matches, "topk", f"one number for each of levels={self.levels!r}", self.topk)
+
+    def attends_like(self, other: "LLSAConfig | None") -> bool:
+        """Whether a model gives the same output with other settings, up to rounding; False for None."""
+        return other is not None and self == replace(other, backend=self.backend, record_masks=self.record_masks)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; `from_dict` is the inverse."""

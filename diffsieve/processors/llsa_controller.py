@@ -111,7 +111,8 @@ def plan_llsa(
             processor = LLSAProcessor(config).bind(family, record=site.name in recorded)
             site.attn.set_processor(processor)
             layers.append(LLSALayer(site.name, site.attn, original, processor))
-        if warn:
+        trained = None if family.trained is None else family.trained(transformer)
+        if warn and not (trained and config.attends_like(LLSAConfig.from_dict(trained))):
             logger.warning(
                 "%s now attends by LLSA, which changes the output of a model that was not trained with it: use weights "
                 "trained with these settings, or fine-tune",

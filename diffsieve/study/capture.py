@@ -14,8 +14,8 @@ from ..compare.claim import claim_settings
 from ..compare.clip import generate_clip
 from ..compare.config import DENSE, RunConfig
 from ..compare.files import remove_parts, write_json
-from ..compare.mask_file import spread
 from ..compare.prepare import prepare, resolve_place, transformer_of
+from ..compare.recorded import spread
 from ..compare.report import environment, now
 from ..compare.shards import Deadline, Shard
 from ..errors import UserInputError

@@ -16,9 +16,9 @@ from ..compare.clip import Clip, generate_clip
 from ..compare.config import DENSE, RunConfig
 from ..compare.floor import other_kernel
 from ..compare.lines import LineWriter, line_writer, read_lines
-from ..compare.mask_file import spread
 from ..compare.pair_metrics import load_alex, measure_clips
 from ..compare.prepare import prepare, resolve_place, transformer_of
+from ..compare.recorded import spread
 from ..compare.report import environment
 from ..compare.shards import Deadline, Shard
 from ..compare.ticker import Ticker

@@ -10,6 +10,7 @@ import pytest
 from diffsieve.cli import main
 from diffsieve.cli.run_options import parse_warmup
 from diffsieve.errors import UserInputError
+from tests import tiny_pixels
 from tests.tiny import wan_pipeline
 
 SMALL = {
@@ -187,3 +188,21 @@ def test_compare_tells_the_noise_floor(model, tmp_path, capsys):
     assert "seed 0 floor: 3 steps" in output.err
     assert run_main(["eval", str(tmp_path / "out"), "--metrics", "psnr", "--out", str(tmp_path / "eval")]) == 0
     assert "noise floor" in capsys.readouterr().out
+
+
+def test_compare_of_a_pixel_dit(tmp_path, capsys, monkeypatch):
+    tiny_pixels.pipeline().save_pretrained(tmp_path / "pixels")
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "--model", "pixels", "--out", "out", "--steps", "2", "--device", "cpu", "--prompt", "objects"]
+    assert run_main(words) == 0
+    output = capsys.readouterr()
+    assert "pixels · llsa, top 2, blocks of 8 · 16 x 16 · 2 steps" in " ".join(output.out.split())
+    assert "note: the model was trained with LLSA" in output.out
+    listed = [line.strip() for line in output.out.splitlines() if line.startswith("  0")]
+    assert "001-objects-seed0/difference_map.png" in listed
+    assert all((tmp_path / "out" / name).is_file() for name in listed)
+    assert run_main([*words, "--seed", "0", "--seed", "1", "--resume"]) == 0
+    assert "seed 0 dense: 2 steps" not in capsys.readouterr().err
+    assert run_main([*words, "--overwrite", "--frames", "5"]) == 1
+    assert "frames must be left out for a model of pictures, got 5" in capsys.readouterr().err
+    assert (tmp_path / "out" / "report.json").is_file(), "a refused run must leave the old one"

@@ -14,6 +14,7 @@ from PIL import Image
 from diffsieve.compare import CompareConfig, Progress, compare
 from diffsieve.compare.folder import item_name
 from diffsieve.compare.methods import UNTRAINED
+from diffsieve.compare.selection_file import read_selections
 from diffsieve.errors import BackendUnavailableError, DiffsieveError, UserInputError
 from diffsieve.eval import psnr, ssim
 from diffsieve.processors import BAAttConfig, apply_sparse_attention
@@ -129,7 +130,9 @@ def test_llsa_is_compared_and_says_that_the_model_was_not_trained_for_it(pipe, s
     assert clip["sparsity"]["density_overall"] == pytest.approx((2 * 4 + 6) / 24)  # 2 blocks of 4, and 6 pooled tokens
     assert (clip["sparsity"]["steps_dense"], clip["sparsity"]["steps_total"]) == (0, 4)
     assert clip["metrics"]["psnr"]["mean"] < 100
-    assert not {"mask", "masks"} & clip["files"].keys()
+    assert {"mask", "selections"} <= clip["files"].keys()
+    kept = read_selections(config.out / clip["folder"] / clip["files"]["selections"])
+    assert (kept.grid_thw, kept.layer_names()[-1]) == ((3, 2, 4), "transformer.blocks.2")
     assert "LLSA top 2" in (config.out / "report.html").read_text(encoding="utf-8")
     assert pipe.transformer.attn_processors == processors
     exact = compare(small(method="llsa", sparsity=None, warmup=None, min_tokens=None, block_size=32,

@@ -16,14 +16,15 @@ from diffsieve.pipelines.defaults import MINI_WAN_DEFAULTS
         ({"sparsity": float("nan")}, "sparsity must be"),
         ({"preset": "fast"}, "preset must be one of default, paper"),
         ({"backend": "cutlass"}, "backend must be one of auto, reference, torch, triton"),
-        ({"method": "magic"}, "method must be one of ba-att, llsa, got 'magic'"),
-        ({"method": "dense"}, "method must be one of ba-att, llsa, got 'dense'"),
-        ({"topk": 4}, "topk has no meaning for ba-att, got 4"),
+        ({"method": "magic"}, "method must be one of ba-att, llsa, auto, got 'magic'"),
+        ({"method": "dense"}, "method must be one of ba-att, llsa, auto, got 'dense'"),
+        ({"method": "ba-att", "topk": 4}, "topk has no meaning for ba-att, got 4"),
         ({"topk": 0}, "topk must be a positive integer"),
         ({"method": "llsa", "sparsity": 0.5}, "sparsity has no meaning for llsa, got 0.5"),
         ({"method": "llsa", "warmup": 2}, "warmup has no meaning for llsa, got 2"),
         ({"method": "llsa", "preset": "paper"}, "preset has no meaning for llsa"),
         ({"method": "llsa", "min_tokens": 0}, "min_tokens has no meaning for llsa, got 0"),
+        ({"topk": 4, "sparsity": 0.5}, "sparsity has no meaning for llsa"),
         ({"warmup": -1}, "warmup must be a whole number"),
         ({"warmup": 1.5}, "warmup must be a whole number"),
         ({"max_sequence_length": 100_000}, "max_sequence_length must be at most 4096, got 100000"),
@@ -62,9 +63,9 @@ def test_defaults_fill_only_what_is_missing():
 
 
 def test_the_method_gets_its_arguments():
-    attention = METHODS["ba-att"].config(CompareConfig(sparsity=0.75, warmup=3, preset="paper", block_size=64))
+    attention = METHODS["ba-att"].config(CompareConfig(sparsity=0.75, warmup=3, preset="paper", block_size=64), None)
     assert (attention.kept, attention.warmup_steps, attention.preset, attention.block_size) == (0.25, 3, "paper", 64)
-    assert METHODS["ba-att"].config(CompareConfig(warmup=0.5)).warmup_steps == 0.5
+    assert METHODS["ba-att"].config(CompareConfig(warmup=0.5), None).warmup_steps == 0.5
 
 
 def test_settings_leave_out_what_does_not_change_a_clip():

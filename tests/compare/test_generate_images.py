@@ -76,7 +76,7 @@ def test_a_prompt_for_a_model_without_classes_is_refused(config):
 def test_broken_weights_are_told(config):
     pipe = tiny_pixels.pipeline()
     torch.nn.init.constant_(pipe.transformer.proj_out.bias, float("nan"))
-    with pytest.raises(DiffsieveError, match="holds values that are not finite"):
+    with pytest.raises(DiffsieveError, match="the generated picture must have finite frames"):
         generate(GenerateConfig(**config), pipe=pipe)
     assert not list(config["out"].glob("*.png"))
 

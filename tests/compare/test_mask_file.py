@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from diffsieve import apply_sparse_attention
-from diffsieve.compare import compare, mask_file
-from diffsieve.compare.mask_file import read_masks, spread, write_masks
+from diffsieve.compare import compare, recorded
+from diffsieve.compare.mask_file import read_masks, write_masks
+from diffsieve.compare.recorded import spread
 from diffsieve.errors import UserInputError
 from diffsieve.processors import BAAttConfig, recorded_masks
 from tests.tiny import HEADS, generate
@@ -31,16 +32,16 @@ def test_the_last_step_is_what_the_layer_recorded(pipe, small):
     config = {"block_size": 5, "warmup_steps": 1, "min_tokens": 0, "record_masks": (1, 2)}
     apply_sparse_attention(pipe, BAAttConfig(**config))
     generate(pipe, steps=4, guidance=1.0, height=16, num_frames=9)
-    for recorded in recorded_masks(pipe):
+    for found in recorded_masks(pipe):
         for head in range(HEADS):
-            matrix = recorded.matrix(head).numpy()
-            assert np.array_equal(masks.mask(recorded.layer, 3, head), matrix)
-            query, key = recorded.token_blocks(head)
+            matrix = found.matrix(head).numpy()
+            assert np.array_equal(masks.mask(found.layer, 3, head), matrix)
+            query, key = found.token_blocks(head)
             for token in ((0, 0, 0), (2, 1, 3), (1, 0, 2)):
                 place = int(np.ravel_multi_index(token, masks.grid_thw))
                 expected = torch.from_numpy(matrix[query[place]])[key].reshape(masks.grid_thw)
-                assert np.array_equal(masks.attended(recorded.layer, 3, head, token), expected.numpy())
-        assert masks.orders_of(recorded.layer, 3) == recorded.orders
+                assert np.array_equal(masks.attended(found.layer, 3, head, token), expected.numpy())
+        assert masks.orders_of(found.layer, 3) == found.orders
 
 
 def test_a_run_without_a_sparse_step_has_no_masks(pipe, small):
@@ -49,7 +50,7 @@ def test_a_run_without_a_sparse_step_has_no_masks(pipe, small):
 
 
 def test_steps_are_left_out_where_memory_ends(pipe, small, monkeypatch):
-    monkeypatch.setattr(mask_file, "MAX_BYTES", 500)
+    monkeypatch.setattr(recorded, "MAX_BYTES", 500)
     masks = masks_of(small(save_masks=True, steps=6), pipe)
     for layer in masks.layer_names():
         assert 1 <= len(masks.steps_of(layer)) < 5
