@@ -20,7 +20,7 @@ PACKAGE = ROOT / "diffsieve"
 # A room may import from itself and from rooms of a lower rank.
 RANKS = {
     "errors": 0, "pictures": 0, "kernels": 1, "processors": 2, "pipelines": 3, "eval": 3, "compare": 4,
-    "study": 5, "vbench": 5, "app": 6, "cli": 7,
+    "study": 5, "vbench": 5, "bench": 5, "app": 6, "cli": 7,
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from ..errors import DiffsieveError
 from .options import DEBUG_KEY
 
 # Commands of one step: the module's `app` holds one command.
-_COMMANDS = ("generate", "compare", "eval", "capture", "app", "info")
+_COMMANDS = ("generate", "compare", "eval", "capture", "bench", "app", "info")
 # Commands with subcommands of their own: the module's `app` holds several.
 _GROUPS = ("study", "vbench", "train", "data", "weights")
 
