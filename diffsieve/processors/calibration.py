@@ -88,16 +88,19 @@ def write_orders(path: str | PathLike[str], tables: Mapping[str, Mapping[str, Se
     """Write (transformer -> layer -> order names) as JSON, whole or not at all.
 
     Raises:
-        OSError: the folder does not exist or cannot be written.
+        UserInputError: the folder does not exist, or the file cannot be written.
     """
     target = Path(path)
     content = {"format": _FORMAT, "version": _VERSION, "transformers": tables}
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        try:
+            temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserInputError(f"path must be a file that can be written, got {target}: {error.strerror}") from None
 
 
 def _read_file(path: str) -> Mapping[str, Any]:

@@ -137,8 +137,7 @@ def save_orders(pipeline_or_transformer: Any, path: str | PathLike[str]) -> None
     """Write the orders of the latest generation as JSON, for `BAAttConfig(orders=path)`. Whole or not at all.
 
     Raises:
-        UserInputError: sparse attention is not applied, or no order has been chosen yet.
-        OSError: the file cannot be written.
+        UserInputError: sparse attention is not applied, no order has been chosen yet, or the file cannot be written.
     """
     controllers = _applied(pipeline_or_transformer)
     tables = {controller.name: orders_of(controller) for controller in controllers}

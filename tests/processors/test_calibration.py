@@ -128,9 +128,9 @@ def test_nothing_to_save_yet(tmp_path):
 def test_unwritable_target_leaves_nothing(tmp_path):
     pipe = _applied(tiny.wan_pipeline())
     tiny.generate(pipe)
-    with pytest.raises(OSError, match="missing"):
+    with pytest.raises(UserInputError, match=r"path must be .*, got .*/missing/orders\.json: No such file"):
         save_orders(pipe, tmp_path / "missing" / "orders.json")
     (tmp_path / "orders.json").mkdir()
-    with pytest.raises(OSError, match=r"orders\.json"):
+    with pytest.raises(UserInputError, match=r"path must be .*, got .*/orders\.json: Is a directory"):
         save_orders(pipe, tmp_path / "orders.json")
     assert [file.name for file in tmp_path.iterdir()] == ["orders.json"]
