@@ -97,13 +97,14 @@ def wan_video_pipeline(layers: int = 3) -> WanVideoToVideoPipeline:
     return _quiet(WanVideoToVideoPipeline(**_common(), transformer=transformer(layers)))
 
 
-def wan_vace_pipeline(layers: int = 3) -> WanVACEPipeline:
+def wan_vace_pipeline(layers: int = 3, two: bool = False) -> WanVACEPipeline:
     """VACE with two control blocks."""
-    torch.manual_seed(4)
-    model = WanVACETransformer3DModel(
-        **_sizes(layers), in_channels=16, vace_layers=[0, layers - 1], vace_in_channels=2 * 16 + 16
-    )
-    return _quiet(WanVACEPipeline(**_common(), transformer=model.eval()))
+    parts = _common() | {
+        "transformer": _vace_transformer(layers, start=4),
+        "transformer_2": _vace_transformer(layers, start=5) if two else None,
+        "boundary_ratio": 0.85 if two else None,
+    }
+    return _quiet(WanVACEPipeline(**parts))
 
 
 def generate(pipe: Any, steps: int = 5, guidance: float = 3.0, **options: Any) -> torch.Tensor:
@@ -126,6 +127,13 @@ def generate(pipe: Any, steps: int = 5, guidance: float = 3.0, **options: Any) -
     if isinstance(pipe, WanImageToVideoPipeline):
         arguments["image"] = _picture(0)
     return pipe(**arguments | options).frames
+
+
+def _vace_transformer(layers: int, start: int) -> WanVACETransformer3DModel:
+    torch.manual_seed(start)
+    return WanVACETransformer3DModel(
+        **_sizes(layers), in_channels=16, vace_layers=[0, layers - 1], vace_in_channels=2 * 16 + 16
+    ).eval()
 
 
 def _sizes(layers: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate.hooks import remove_hook_from_module
-from diffusers import FirstBlockCacheConfig, UniPCMultistepScheduler, WanVideoToVideoPipeline
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, UniPCMultistepScheduler, WanVideoToVideoPipeline
 from diffusers.modular_pipelines import WanBlocks
 
 from diffsieve import BAAttConfig, BAAttProcessor, UserInputError, apply_sparse_attention, sparsity_summary
@@ -153,18 +153,19 @@ def test_a_pipeline_made_from_another_counts_its_own_steps():
     assert _dense(other) == ([0, 1], 10)
 
 
-@pytest.mark.parametrize("source", ["context", "scheduler"])
-def test_two_transformers(source):
-    build = tiny.wan_pipeline if source == "context" else tiny.wan_image_pipeline
+@pytest.mark.parametrize(("kind", "layers"), [("t2v", 3), ("i2v", 3), ("vace", 5)])
+def test_two_transformers(kind, layers):
+    build, source = PIPELINES[kind]
     pipe = _sparse(build(two=True))
     tiny.generate(pipe, steps=8)  # sigmas 1, .95, .9, .83, ...: three steps of the first, five of the second
     summary = sparsity_summary(pipe)
+    assert summary.step_source == source
     by_transformer = [(step.transformer, step.step, step.dense) for step in summary.steps]
     first = [("transformer", i, i < 2) for i in range(3)]
     # The second starts after the warm-up: its first step is dense to calibrate it.
     assert by_transformer == first + [("transformer_2", i, i == 3) for i in range(3, 8)]
     assert (summary.steps_total, summary.steps_dense) == (8, 3)
-    assert summary.dense_reasons == {WARMUP: 2 * 3 * 2, CALIBRATION: 3 * 2}
+    assert summary.dense_reasons == {WARMUP: 2 * layers * 2, CALIBRATION: layers * 2}
     assert {name.split(".")[0] for name in summary.orders} == {"transformer", "transformer_2"}
 
 
@@ -193,6 +194,19 @@ def test_first_block_cache_skips_layers_not_steps():
         skipped = [step for step in summary.steps if len(step.layers) == 1]
         assert skipped  # the cache did something: steps in which only the first block ran
         assert all(0.4 < step.density < 0.6 for step in summary.steps if not step.dense)
+
+
+@pytest.mark.parametrize("kind", ["t2v", "i2v"])
+def test_a_cache_that_skips_all_layers_skips_no_step(kind):
+    build, source = PIPELINES[kind]
+    pipe = _sparse(build())
+    pipe.transformer.enable_cache(MagCacheConfig(num_inference_steps=12, mag_ratios=[1.0] * 12))
+    for _ in range(2):
+        tiny.generate(pipe, steps=12)
+        summary = sparsity_summary(pipe)
+        assert _dense(pipe) == ([0, 1], 12)
+        assert (summary.step_source, summary.orders_from, summary.notes) == (source, "calibration", ())
+        assert [step.density for step in summary.steps].count(None) > 3  # nothing ran in them
 
 
 def test_a_step_that_the_cache_left_to_a_dense_layer_is_not_dense():
