@@ -1,6 +1,7 @@
 """The embedded model: its card says what was measured, its folder is small, and it continues in training."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ def training():
 
 def test_the_card_is_made_from_the_figures(training):
     assert (MINI_WAN_FOLDER / "README.md").read_text() == model_card(training)
+
+
+def test_the_card_tells_where_the_subjects_are_listed(training):
+    card = " ".join(model_card(training).split())
+    told = re.search(
+        r"The subjects are the (\d+) names in the groups of `(\S+)`, such as (\w+), (\w+) and (\w+)\.", card
+    )
+    groups = json.loads((Path(__file__).parents[2] / told[2]).read_text())
+    names = [name for group in groups.values() for name in group]
+    assert len(names) == int(told[1])
+    assert set(told.groups()[2:]) <= set(names)
 
 
 def test_the_figures_are_the_measured_ones(training):

@@ -12,6 +12,7 @@ import torch
 from ..defaults import DEFAULTS_FILE, MINI_WAN_DEFAULTS
 from .checkpoint import write_atomically, write_json
 from .folders import replace_folder
+from .sprites import load_subjects
 
 if TYPE_CHECKING:
     from diffusers import WanPipeline
@@ -99,7 +100,8 @@ frames = pipe(
 
 Prompts follow one grammar: "a SUBJECT MOTION over a COLOUR background". Motions: moves to the right, moves to the
 left, moves up, moves down, moves in a circle, grows, shrinks, bounces. Colours: red, yellow, green, blue, purple,
-pink, cyan, gray. The subjects are the keys of `diffsieve/pipelines/training/subjects.json`.
+pink, cyan, gray. The subjects are the {len(load_subjects())} names in the groups of
+`diffsieve/pipelines/training/subjects.json`, such as fox, rocket and strawberry.
 
 ## Quality
 Measured on {figures["prompts"]} prompts whose combination of subject, motion and colour was held out of training
@@ -115,7 +117,8 @@ The judge takes the nearest of all sprites; on rendered clips it is right about 
 {vae_figures["psnr_sprite_db"]:.1f} dB).
 
 ## Training
-Trained from scratch by `diffsieve train mini-wan` on clips that are rendered during training, in these legs:
+Trained from scratch by the code of `diffsieve train mini-wan` on clips that are rendered during training, in these
+legs:
 
 | part | clips: frames x height x width | steps | seconds | processes |
 |---|---|---|---|---|
