@@ -11,14 +11,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from diffsieve.errors import UserInputError
-
-from ..block_sparse import MAX_BLOCK_SIZE, block_sparse_attention, choose_backend
+from ..block_sparse import block_sparse_attention, choose_backend
 from .centroids import add_centroids
+from .checks import check_arguments
 from .custom import CustomSelection
 from .fused import fuses, gather_with_means, gather_with_statistics, scatter_tokens
 from .ordering import Grid, Orders, TokenOrders, gather_tokens, token_orders
-from .scores import SCORES, score_blocks
+from .scores import score_blocks
 from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p
 from .statistics import BlockStatistics
 
@@ -121,11 +120,12 @@ def ba_attention(
         (B, H, L, D) in the dtype of `query`, and `BAAttInfo` if asked for.
 
     Raises:
-        UserInputError: an argument is out of its range or shapes do not fit (not checked while compiling).
+        UserInputError: an argument has a wrong type or is out of its range, or shapes do not fit (not checked while
+            compiling).
         BackendUnavailableError: the named backend cannot run here.
     """
     if not torch.compiler.is_compiling():
-        _check(query, key, value, density, block_size, compensate, score, top_p, min_density, text_prefix, text_suffix)
+        check_arguments(**locals())
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     stage = nullcontext if timer is None else timer
     num_text = text_prefix + text_suffix
@@ -295,51 +295,3 @@ def _info(
         query_order=order.query,
         key_order=order.key,
     )
-
-
-def _check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    density: float,
-    block_size: int,
-    compensate: str,
-    score: str,
-    top_p: float | None,
-    min_density: float,
-    text_prefix: int,
-    text_suffix: int,
-) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise UserInputError(f"{name} must have 4 dimensions (B, H, L, D), got shape {tuple(tensor.shape)}")
-        if tensor.device != query.device or tensor.dtype != query.dtype:
-            expected, got = (f"{x.dtype} on {x.device}" for x in (query, tensor))
-            raise UserInputError(f"{name} must be {expected} like query, got {got}")
-    if key.shape != value.shape:
-        raise UserInputError(f"value must have the shape of key {tuple(key.shape)}, got {tuple(value.shape)}")
-    if key.shape[0] != query.shape[0] or query.shape[1] % key.shape[1] or key.shape[2:] != query.shape[2:]:
-        expected = f"({query.shape[0]}, a divisor of {query.shape[1]}, {query.shape[2]}, {query.shape[3]})"
-        raise UserInputError(f"key must have shape {expected}, got {tuple(key.shape)}")
-    if not 0 < density <= 1:
-        raise UserInputError(f"density must be in (0, 1], got {density}")
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or not 1 <= block_size <= MAX_BLOCK_SIZE:
-        raise UserInputError(f"block_size must be a whole number in [1, {MAX_BLOCK_SIZE}], got {block_size!r}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UserInputError(f"top_p must be in (0, 1], got {top_p}")
-    if not 0 <= min_density <= density:
-        raise UserInputError(f"min_density must be in [0, density={density}], got {min_density}")
-    if compensate not in ("none", "centroid"):
-        raise UserInputError(f'compensate must be "none" or "centroid", got {compensate!r}')
-    if score not in SCORES:
-        raise UserInputError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
-    if score == "residual" and top_p is not None:
-        raise UserInputError(f'top_p needs a score that predicts mass, "moments" or "halfk", got score={score!r}')
-    for name, count in (("text_prefix", text_prefix), ("text_suffix", text_suffix)):
-        if count < 0:
-            raise UserInputError(f"{name} must be at least 0, got {count}")
-    if text_prefix + text_suffix >= query.shape[2]:
-        raise UserInputError(
-            f"text_prefix + text_suffix must be below the number of tokens ({query.shape[2]}), "
-            f"got {text_prefix} + {text_suffix}"
-        )

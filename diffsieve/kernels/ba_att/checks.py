@@ -1,0 +1,115 @@
+"""What `ba_attention` refuses, and how it says so. Orders and windows that do not fit are refused by `token_orders`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from diffsieve.errors import UserInputError
+
+from ..block_sparse import BACKENDS, MAX_BLOCK_SIZE
+from .custom import CustomSelection
+from .scores import SCORES
+
+_FLAGS = ("center_keys", "log_count", "descending", "second_order", "return_info")
+_COMPENSATIONS = ("none", "centroid")
+
+
+def check_arguments(query: Any, key: Any, value: Any, **options: Any) -> None:
+    """Raise a `UserInputError` that names the argument, what was expected and what came.
+
+    Takes all arguments of `ba_attention`.
+    """
+    _check_tensors(query, key, value)
+    _check_types(options)
+    _check_ranges(options, query.shape[2])
+
+
+def _check_tensors(query: Any, key: Any, value: Any) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise UserInputError(f"{name} must be a tensor (B, H, L, D), got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise UserInputError(f"{name} must have 4 dimensions (B, H, L, D), got shape {tuple(tensor.shape)}")
+        if 0 in tensor.shape:
+            raise UserInputError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
+        if not tensor.dtype.is_floating_point:
+            raise UserInputError(f"{name} must be floating point, got {tensor.dtype}")
+        if tensor.device != query.device or tensor.dtype != query.dtype:
+            expected, got = (f"{x.dtype} on {x.device}" for x in (query, tensor))
+            raise UserInputError(f"{name} must be {expected} like query, got {got}")
+    if key.shape != value.shape:
+        raise UserInputError(f"value must have the shape of key {tuple(key.shape)}, got {tuple(value.shape)}")
+    if key.shape[0] != query.shape[0] or query.shape[1] % key.shape[1] or key.shape[2:] != query.shape[2:]:
+        expected = f"({query.shape[0]}, a divisor of {query.shape[1]}, {query.shape[2]}, {query.shape[3]})"
+        raise UserInputError(f"key must have shape {expected}, got {tuple(key.shape)}")
+
+
+def _check_types(options: Mapping[str, Any]) -> None:
+    for name in ("density", "beta", "min_density"):
+        _require(_is_number(options[name]), name, "a number", options[name])
+    for name in ("top_p", "scale"):
+        _require(options[name] is None or _is_number(options[name]), name, "a number or None", options[name])
+    for name in ("text_prefix", "text_suffix"):
+        _require(_is_whole(options[name]), name, "a whole number", options[name])
+    window, grid, orders = options["window"], options["grid_thw"], options["orders"]
+    _require(window is None or _is_whole(window), "window", "a whole number of tokens or None", window)
+    for name in _FLAGS:
+        _require(isinstance(options[name], bool), name, "True or False", options[name])
+    if grid is not None:
+        whole = isinstance(grid, Sequence) and len(grid) == 3 and all(_is_whole(size) and size > 0 for size in grid)
+        _require(whole, "grid_thw", "three positive integers (frames, height, width) or None", grid)
+    if not isinstance(orders, str | Tensor):
+        entries = isinstance(orders, Sequence) and all(isinstance(x, str) or _is_whole(x) for x in orders)
+        _require(
+            entries, "orders", "a name, a tensor of ids, or a sequence of names or ids, one per query head", orders
+        )
+    for name, known in (("backend", BACKENDS), ("score", SCORES)):
+        choice = options[name]
+        _require(isinstance(choice, str) and choice in known, name, f"one of {', '.join(known)}", choice)
+    _require(options["timer"] is None or callable(options["timer"]), "timer", "callable or None", options["timer"])
+    custom = options["custom"]
+    _require(custom is None or isinstance(custom, CustomSelection), "custom", "a CustomSelection or None", custom)
+
+
+def _check_ranges(options: Mapping[str, Any], tokens: int) -> None:
+    density, block_size, compensate = options["density"], options["block_size"], options["compensate"]
+    score, top_p, scale = options["score"], options["top_p"], options["scale"]
+    _require(0 < density <= 1, "density", "in (0, 1]", density)
+    allowed = _is_whole(block_size) and 1 <= block_size <= MAX_BLOCK_SIZE
+    _require(allowed, "block_size", f"a whole number in [1, {MAX_BLOCK_SIZE}]", block_size)
+    _require(math.isfinite(options["beta"]), "beta", "finite", options["beta"])
+    _require(top_p is None or 0 < top_p <= 1, "top_p", "in (0, 1]", top_p)
+    _require(
+        0 <= options["min_density"] <= density, "min_density", f"in [0, density={density}]", options["min_density"]
+    )
+    known = isinstance(compensate, str) and compensate in _COMPENSATIONS
+    _require(known, "compensate", '"none" or "centroid"', compensate)
+    if score == "residual" and top_p is not None:
+        raise UserInputError(f'top_p needs a score that predicts mass, "moments" or "halfk", got score={score!r}')
+    _require(scale is None or (scale > 0 and math.isfinite(scale)), "scale", "finite and above 0, or None", scale)
+    prefix, suffix = options["text_prefix"], options["text_suffix"]
+    for name, count in (("text_prefix", prefix), ("text_suffix", suffix)):
+        _require(count >= 0, name, "at least 0", count)
+    if prefix + suffix >= tokens:
+        raise UserInputError(
+            f"text_prefix + text_suffix must be below the number of tokens ({tokens}), got {prefix} + {suffix}"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(condition: bool, name: str, expected: str, got: object) -> None:
+    if not condition:
+        shown = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)
+        raise UserInputError(f"{name} must be {expected}, got {shown}")
