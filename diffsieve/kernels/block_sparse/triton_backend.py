@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .descriptors import allows_descriptor, descriptor_strides
 from .tiles import TileConfig, select_tile
 
 _LOG2_E = 1.4426950408889634
@@ -172,7 +173,7 @@ def block_sparse_attention_triton(
     if tile is None:
         tile = select_tile(capability, padded_dim, block_size, query.element_size())
     if use_descriptors is None:
-        use_descriptors = capability >= (9, 0) and all(_allows_descriptor(x) for x in (query, key, value))
+        use_descriptors = capability >= (9, 0) and all(allows_descriptor(x) for x in (query, key, value))
 
     out = torch.empty_like(query)
     lse = query.new_empty((batch, heads, len_q), dtype=torch.float32) if return_lse else None
@@ -199,23 +200,5 @@ def block_sparse_attention_triton(
     return out, lse
 
 
-def _allows_descriptor(x: Tensor) -> bool:
-    """The copy engine wants a power-of-two unit-stride last axis, and all else aligned to 16 bytes."""
-    dim = x.shape[3]
-    strides = _descriptor_strides(x)
-    return (
-        dim >= 16
-        and dim & (dim - 1) == 0
-        and strides[3] == 1
-        and x.data_ptr() % 16 == 0
-        and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides[:3])
-    )
-
-
-def _descriptor_strides(x: Tensor) -> list[int]:
-    # The stride of an axis of length 1 has no meaning in PyTorch, but must still be aligned here.
-    return [stride if size > 1 else x.shape[3] for size, stride in zip(x.shape, x.stride(), strict=True)]
-
-
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), _descriptor_strides(x), [1, 1, rows, x.shape[3]])
+    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, x.shape[3]])
