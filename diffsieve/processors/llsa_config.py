@@ -63,7 +63,7 @@ class LLSAConfig:
             value = getattr(self, name)
             layers = isinstance(value, tuple) and all(_is_int(layer) for layer in value)
             _check(layers, name, "a tuple of layer numbers", value)
-        from ..kernels.block_sparse import BACKENDS
+        from ..kernels.llsa.checks import BACKENDS
 
         _check(self.backend in BACKENDS, "backend", f"one of {', '.join(BACKENDS)}", self.backend)
         per_level = isinstance(self.topk, tuple)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...errors import BackendUnavailableError, UserInputError
-from ..block_sparse import BACKENDS, BackendChoice
-from .checks import dtype_name
+from ..block_sparse import BackendChoice
+from .checks import BACKENDS, dtype_name
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TRITON_MAX_DIM = 256

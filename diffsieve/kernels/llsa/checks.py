@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...errors import UserInputError
-from ..block_sparse import BACKENDS
 from .levels import level_lengths, most_levels
+
+BACKENDS = ("auto", "reference", "torch", "triton")
 
 
 def check_tensors(query: Any, key: Any, value: Any, block_size: Any, scale: Any, backend: Any) -> None:
