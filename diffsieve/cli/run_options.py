@@ -83,7 +83,9 @@ MinTokens = Annotated[
 ]
 Backend = Annotated[
     str,
-    typer.Option("--backend", help="Block-sparse kernel: auto, reference, torch or triton.", rich_help_panel=_METHOD),
+    typer.Option(
+        "--backend", help="Block-sparse kernel: auto, reference, torch, triton or hopper.", rich_help_panel=_METHOD
+    ),
 ]
 Prompt = Annotated[
     list[str] | None,

@@ -31,7 +31,7 @@ class Compiled:
 
     `unwritten` holds the instructions that read a uniform register before any instruction writes it. There should be
     none: addresses of operands of tensor cores stand in these registers, and the assembler of CUDA 12.8 has been seen
-    to lose such a write.
+    to lose such a write. `serialised` holds the assembler's warnings that products of wgmma have to run one by one.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Compiled:
     spills: int
     ptx: str
     unwritten: list[str]
+    serialised: list[str]
 
 
 class _Recorder:
@@ -66,6 +67,7 @@ def compile_launch(kernel: Any, args: tuple, kwargs: dict, arch: int) -> Compile
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     values = dict(zip(kernel.arg_names, args, strict=False))
     values |= {name: value for name, value in kwargs.items() if name not in _OPTIONS}
@@ -84,7 +86,8 @@ def compile_launch(kernel: Any, args: tuple, kwargs: dict, arch: int) -> Compile
             attributes[path] = [["tt.divisibility", 16]]
             return f"*{_TYPES[value.dtype]}"
         if hasattr(value, "block_shape"):
-            return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
+            layout = f",{value.layout!r}" if kernel.is_gluon() else ""
+            return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
         if isinstance(value, float):
             return "fp32"
         if value == 1 and name not in general:
@@ -95,12 +98,13 @@ def compile_launch(kernel: Any, args: tuple, kwargs: dict, arch: int) -> Compile
         return "i32"
 
     signature = {name: type_of(values[name], (i,), name) for i, name in enumerate(kernel.arg_names)}
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, spills = _resources(compiled.asm["ptx"])
+    registers, spills, serialised = _resources(compiled.asm["ptx"])
     unwritten = reads_before_writes(_disassemble(compiled.asm["cubin"]))
-    return Compiled(kernel.__name__, compiled.metadata.shared, registers, spills, compiled.asm["ptx"], unwritten)
+    shared, ptx = compiled.metadata.shared, compiled.asm["ptx"]
+    return Compiled(kernel.__name__, shared, registers, spills, ptx, unwritten, serialised)
 
 
 def _tool(name: str) -> str:
@@ -141,8 +145,8 @@ def reads_before_writes(code: str) -> list[str]:
     return found
 
 
-def _resources(ptx: str) -> tuple[int, int]:
-    """Registers per thread, and bytes of spill stores and loads, from the assembler's report."""
+def _resources(ptx: str) -> tuple[int, int, list[str]]:
+    """Registers per thread, bytes of spill stores and loads, and warnings of wgmma, from the assembler's report."""
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None
     run = subprocess.run(
@@ -155,4 +159,5 @@ def _resources(ptx: str) -> tuple[int, int]:
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", run.stderr)
     assert registers is not None, run.stderr
     assert spills is not None, run.stderr
-    return int(registers[1]), int(spills[1]) + int(spills[2])
+    serialised = re.findall(r"C75\d\d\).*wgmma.*", run.stderr)
+    return int(registers[1]), int(spills[1]) + int(spills[2]), serialised

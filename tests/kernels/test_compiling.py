@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ pytestmark = [
 
 
 def block_sparse() -> list:
-    from diffsieve.kernels.block_sparse import triton_backend, triton_backward
+    from diffsieve.kernels.block_sparse import hopper_backend, triton_backend, triton_backward
 
     query, lists = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 2, 2, dtype=torch.int32)
     options = {"block_size": 128, "scale": 0.1}
@@ -27,6 +28,7 @@ def block_sparse() -> list:
 
     def run() -> None:
         triton_backend.block_sparse_attention_triton(*inputs, **options, return_lse=True)
+        hopper_backend.block_sparse_attention_hopper(*inputs, **options, return_lse=True)
         triton_backward.block_sparse_attention_triton_backward(
             query, None, *inputs, **options, out=query, lse=torch.zeros(1, 2, 256)
         )
@@ -34,7 +36,7 @@ def block_sparse() -> list:
     # The tile of the forward is chosen for the GPU at hand.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        return launches_of([triton_backend, triton_backward], run)
+        return launches_of([hopper_backend, triton_backend, triton_backward], run)
 
 
 def ba_att() -> list:
@@ -81,7 +83,7 @@ def kernels() -> set[str]:
     """Names of the compiled functions of the package that are launched, not called by others."""
     names = set()
     for path in sorted((ROOT / "diffsieve").rglob("*.py")):
-        if "triton.jit" in path.read_text(encoding="utf-8"):
+        if re.search(r"@(triton|gluon)\.jit", path.read_text(encoding="utf-8")):
             module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
             names |= {name for name in vars(module) if name.endswith("_kernel")}
     return names

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ...errors import BackendUnavailableError, UserInputError
 
-BACKENDS = ("auto", "reference", "torch", "triton")
+BACKENDS = ("auto", "reference", "torch", "triton", "hopper")
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TRITON_MAX_DIM = 256
+_HOPPER_DTYPES = (torch.bfloat16, torch.float16)
+_HOPPER_DIMS = (64, 128)
 _USE_TORCH = 'use backend="torch" or "auto"'
 # Asked once: torch.compile of PyTorch 2.11 cannot trace the search.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -24,7 +26,7 @@ class BackendChoice:
     """A backend and the reason for it.
 
     Args:
-        name: "reference", "torch" or "triton".
+        name: "reference", "torch", "triton" or "hopper".
         reason: one line for a person.
     """
 
@@ -48,6 +50,12 @@ def choose_backend(query: Tensor, key: Tensor, *, block_size: int, backend: str 
         raise UserInputError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend in ("reference", "torch"):
         return BackendChoice(backend, "asked for by name")
+    # Never taken by "auto": no GPU has run it yet.
+    if backend == "hopper":
+        obstacle = _hopper_obstacle(query, block_size)
+        if obstacle is not None:
+            raise BackendUnavailableError(f'backend="hopper" {obstacle}; use backend="triton" or "auto"')
+        return BackendChoice("hopper", "asked for by name")
     if backend == "auto" and query.device.type == "cpu":
         return BackendChoice("torch", "cpu tensors: triton needs a CUDA GPU")
     obstacle = _triton_obstacle(query, block_size)
@@ -91,6 +99,27 @@ def _triton_obstacle(query: Tensor, block_size: int) -> str | None:
     if query.dtype == torch.bfloat16:
         return f"has no bfloat16 products in the Triton interpreter; use float16 there, or {_USE_TORCH}"
     return None
+
+
+def _hopper_obstacle(query: Tensor, block_size: int) -> str | None:
+    """Why the Hopper kernel cannot run these inputs, or None."""
+    if query.dtype not in _HOPPER_DTYPES:
+        return f"needs dtype {' or '.join(map(dtype_name, _HOPPER_DTYPES))}, got {dtype_name(query.dtype)}"
+    if query.shape[-1] not in _HOPPER_DIMS:
+        return f"needs a head dimension D of {' or '.join(map(str, _HOPPER_DIMS))}, got {query.shape[-1]}"
+    if block_size < 64 or block_size & (block_size - 1):
+        return f"needs a block_size that is a power of two, at least 64, got {block_size}"
+    if not query.is_cuda or torch.version.hip is not None:
+        device = "ROCm" if query.is_cuda else query.device.type
+        return f"needs an NVIDIA Hopper GPU, got {device} tensors"
+    capability = torch.cuda.get_device_capability(query.device)
+    if capability != (9, 0):
+        return f"needs a Hopper GPU, of compute capability 9.0, got {capability[0]}.{capability[1]}"
+    if not _HAS_TRITON:
+        return "needs the package triton, which is not installed"
+    from .hopper_backend import GLUON_OBSTACLE
+
+    return GLUON_OBSTACLE
 
 
 def dtype_name(dtype: torch.dtype) -> str:

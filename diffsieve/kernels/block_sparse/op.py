@@ -153,6 +153,10 @@ def _attention_op(
         from .triton_backend import block_sparse_attention_triton
 
         out, lse = block_sparse_attention_triton(*inputs, block_size=block_size, scale=scale, return_lse=return_lse)
+    elif choice.name == "hopper":
+        from .hopper_backend import block_sparse_attention_hopper
+
+        out, lse = block_sparse_attention_hopper(*inputs, block_size=block_size, scale=scale, return_lse=return_lse)
     elif choice.name == "torch":
         from .torch_backend import block_sparse_attention_torch
 
@@ -198,9 +202,9 @@ def _attention_backward_op(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backends other than "triton" share the torch one, whose gradients are exact to the accumulation dtype."""
+    """Gradients of "hopper" are those of "triton"; the others share the torch one, exact to the accumulation dtype."""
     inputs = (grad_out, grad_lse, query, key, value, block_index, block_count)
-    if choose_backend(query, key, block_size=block_size, backend=backend).name == "triton":
+    if choose_backend(query, key, block_size=block_size, backend=backend).name in ("triton", "hopper"):
         from .triton_backward import block_sparse_attention_triton_backward
 
         return block_sparse_attention_triton_backward(*inputs, block_size=block_size, scale=scale, out=out, lse=lse)

@@ -1,0 +1,355 @@
+"""The Hopper kernel without a GPU: its source on an emulator, and what the compilers say; tests that await a GPU."""
+
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from diffsieve.errors import BackendUnavailableError
+from diffsieve.kernels import testing
+from diffsieve.kernels.block_sparse import BACKENDS, backends, block_sparse_attention, choose_backend
+from tests.kernels.compiling import SHARED_MEMORY, compile_launch, launches_of
+from tests.kernels.gluon_emulator import DeadlockError, Machine
+from tests.kernels.hopper_cases import BASE, HOPPER_CASES
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
+)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def kernel_file() -> Path:
+    from diffsieve.kernels.block_sparse import hopper_backend
+
+    return Path(inspect.getfile(hopper_backend)).with_name("hopper_kernel.py")
+
+
+class Emulated:
+    """Stands in for the kernel: a launch runs its source on the emulator."""
+
+    def __init__(self, seed: int, path: Path | None = None) -> None:
+        self.machine = Machine(seed)
+        self.kernel = self.machine.load_kernel(path or kernel_file()).block_sparse_fwd_hopper_kernel
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.machine.launch(self.kernel, grid, args, kwargs)
+
+
+def emulate(inputs: testing.AttentionInputs, block_size: int, kernel: Emulated, tile: Any = None) -> Any:
+    from diffsieve.kernels.block_sparse import hopper_backend
+
+    options = {"block_size": block_size, "scale": inputs.query.shape[-1] ** -0.5, "return_lse": True, "tile": tile}
+    with mock.patch.object(hopper_backend, "block_sparse_fwd_hopper_kernel", kernel), testing.poisoned_memory():
+        return hopper_backend.block_sparse_attention_hopper(*inputs.tensors(), **options)
+
+
+def check(inputs: testing.AttentionInputs, block_size: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+    exact, exact_lse = testing.exact_attention(inputs, block_size=block_size)
+    single = inputs.floats_to(torch.float32).tensors()
+    _, single_lse = block_sparse_attention(*single, block_size=block_size, backend="reference", return_lse=True)
+    bound = testing.error_bound(testing.masked_sdpa(inputs, block_size=block_size), exact)
+    assert testing.error_ratio(out, exact) <= bound
+    assert testing.lse_error(lse, exact_lse) <= testing.lse_bound(single_lse, exact_lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_emulated_error_is_at_most_twice_that_of_dense_attention(case, dtype):
+    inputs = testing.make_inputs(case, dtype=DTYPES[dtype])
+    out, lse = emulate(inputs, case.block_size, Emulated(0))
+    check(inputs, case.block_size, out, lse)
+    assert out.stride() == torch.empty_like(inputs.query).stride()
+
+
+@pytest.mark.parametrize("in_registers", [True, False], ids=["registers", "shared"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(("consumers", "block_n"), [(1, 64), (1, 128), (2, 64), (2, 128)])
+def test_emulated_tiles(consumers, block_n, stages, in_registers):
+    from diffsieve.kernels.block_sparse.hopper_backend import HopperTile
+
+    tile = HopperTile(consumers, block_n, stages, in_registers)
+    for length in (1000, 1090):  # the last block holds 104 or 66 keys: two steps of 64
+        case = replace(BASE, len_q=200, len_k=length, density=1.0, heads=1, kv_heads=1)
+        inputs = testing.make_inputs(case, dtype=torch.bfloat16)
+        for seed in range(2):
+            check(inputs, 128, *emulate(inputs, 128, Emulated(seed), tile))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+def test_emulated_lists_of_every_length(width):
+    inputs = testing.make_inputs(replace(BASE, len_q=128 * 6, len_k=600, density=1.0), dtype=torch.bfloat16)
+    index = inputs.block_index[..., :width].contiguous()
+    count = torch.arange(6, dtype=torch.int32).clamp(max=width).expand(1, 2, 6)
+    inputs = replace(inputs, block_index=index, block_count=count)
+    check(inputs, 128, *emulate(inputs, 128, Emulated(0)))
+
+
+def test_emulated_lists_out_of_range_read_nothing_outside():
+    case = replace(BASE, heads=1, kv_heads=1, len_q=384, len_k=300, layout="padded")
+    inputs = testing.make_inputs(case, dtype=torch.bfloat16)
+    for entries in ([-5, -1, 0], [0, 1, 900], [700, 800, 900], [1, 2, 2], [2, 0, 1]):
+        index = torch.tensor(entries, dtype=torch.int32).expand(1, 1, 3, 3)
+        out, lse = emulate(replace(inputs, block_index=index), 128, Emulated(0))
+        assert out.isfinite().all()
+        assert lse.isfinite().all()
+
+
+def test_inputs_that_the_copy_engine_cannot_read_are_copied():
+    inputs = testing.make_inputs(replace(BASE, density=1.0, len_q=200, len_k=200), dtype=torch.bfloat16)
+    whole, _ = emulate(inputs, 128, Emulated(0))
+    query = inputs.query.transpose(2, 3).contiguous().transpose(2, 3)  # a last axis with a stride
+    key = torch.cat([inputs.key.new_zeros(1), inputs.key.flatten()])[1:].view(inputs.key.shape)  # an odd start
+    value = inputs.value[:, :1].expand(-1, 2, -1, -1)  # an axis of stride 0
+    out, _ = emulate(replace(inputs, query=query, key=key), 128, Emulated(0))
+    assert torch.equal(out, whole)
+    assert out.stride() == torch.empty_like(query).stride()
+    expanded, copied = (emulate(replace(inputs, value=x), 128, Emulated(0))[0] for x in (value, value.contiguous()))
+    assert torch.equal(expanded, copied)
+
+
+# What each line of synchronisation is for: without it, or with it in the wrong place, results are wrong or never come.
+MISTAKES = {
+    "keys released before their product ends": (
+        "            b_s = warpgroup_mma_wait(1, deps=[b_s])\n"
+        "            mbarrier.arrive(k_empty.index(slot), count=1)\n",
+        "            mbarrier.arrive(k_empty.index(slot), count=1)\n"
+        "            b_s = warpgroup_mma_wait(1, deps=[b_s])\n",
+    ),
+    "values released before their product ends": (
+        "            b_acc = warpgroup_mma_wait(0, deps=[b_acc])\n"
+        "            mbarrier.arrive(v_empty.index(before), count=1)\n",
+        "            mbarrier.arrive(v_empty.index(before), count=1)\n"
+        "            b_acc = warpgroup_mma_wait(0, deps=[b_acc])\n",
+    ),
+    "values never released": ("            mbarrier.arrive(v_empty.index(before), count=1)\n", ""),
+    "first wait for a free slot with the wrong parity": ("((t // STAGES) & 1) ^ 1", "((t // STAGES) & 1)"),
+    "no wait for the values": ("            mbarrier.wait(v_full.index(before), ((t - 1) // STAGES) & 1)\n", ""),
+    "wrong parity in later rounds": (
+        "mbarrier.wait(k_full.index(slot), (t // STAGES) & 1)", "mbarrier.wait(k_full.index(slot), 0)",
+    ),
+    "the producer does not wait": ("    mbarrier.wait(empty.index(slot), ((t // STAGES) & 1) ^ 1)\n", ""),
+    "values of another step": ("t - 1, batch, kv_head, before, STAGES", "t - 1, batch, kv_head, start, STAGES"),
+    "one consumer frees for both": ("mbarrier.init(k_empty.index(slot), count=CONSUMERS)",
+                                    "mbarrier.init(k_empty.index(slot), count=1)"),
+    "too few bytes": ("CONSUMERS * query.block_type.nbytes", "query.block_type.nbytes"),
+    "queries not awaited": ("    mbarrier.wait(q_full, 0)\n", ""),
+    "tail not masked": ("gl.where((o_n < first_keys)[None, :], b_s, float(\"-inf\"))", "b_s"),
+    "output not awaited": ("    tma.store_wait(0)\n", ""),
+    "one step too few": (
+        "for t in range(1, steps):\n            slot", "for t in range(1, steps - 1):\n            slot",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_emulator_sees_mistakes(mistake, tmp_path):
+    right, wrong = MISTAKES[mistake]
+    source = kernel_file().read_text(encoding="utf-8")
+    assert source.count(right) == 1
+    path = tmp_path / "kernel.py"
+    path.write_text(source.replace(right, wrong), encoding="utf-8")
+    inputs = testing.make_inputs(replace(BASE, len_q=128, len_k=1000, density=1.0), dtype=torch.bfloat16)
+
+    def try_seeds() -> None:
+        for seed in range(20):
+            check(inputs, 128, *emulate(inputs, 128, Emulated(seed, path)))
+
+    with pytest.raises((AssertionError, DeadlockError)):
+        try_seeds()
+
+
+def launch(dtype: str, dim: int, block_size: int, tile: Any = None) -> tuple[Any, tuple, dict]:
+    from diffsieve.kernels.block_sparse import hopper_backend
+
+    case = replace(BASE, dim=dim, block_size=block_size, len_q=512, len_k=512, variable=True)
+    inputs = testing.make_inputs(case, dtype=DTYPES[dtype])
+
+    def run() -> None:
+        hopper_backend.block_sparse_attention_hopper(
+            *inputs.tensors(), block_size=block_size, scale=0.1, return_lse=True, tile=tile
+        )
+
+    (recorded,) = launches_of(hopper_backend, run)
+    return recorded
+
+
+needs_compiler = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 replaces the compiler"
+)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_compiles_without_spills_or_serialised_products(dim, block_size, dtype):
+    compiled = compile_launch(*launch(dtype, dim, block_size), 90)
+    assert compiled.spills == 0
+    assert compiled.serialised == []
+    assert compiled.unwritten == []
+    assert compiled.shared <= SHARED_MEMORY[90]
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.4d", "setmaxnreg"):
+        assert instruction in compiled.ptx
+    # An arrival by one thread speaks for its warpgroup only after a barrier over it.
+    lines = [line.split("\t")[1].strip() for line in compiled.ptx.splitlines() if "\t" in line]
+    marks = [
+        x for x in lines if x.startswith(("bar.sync", "barrier.sync", "wgmma.wait_group")) or ".arrive.shared" in x
+    ]
+    arrivals = [i for i, mark in enumerate(marks) if "mbarrier.arrive" in mark]
+    assert len(arrivals) == 3 * (1 if block_size == 64 else 2)
+    for i in arrivals:
+        assert marks[i - 1].startswith("bar")
+        assert marks[i - 2].startswith("wgmma.wait_group")
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_tile_that_is_too_large_is_seen_to_spill():
+    from diffsieve.kernels.block_sparse.hopper_backend import HopperTile
+
+    compiled = compile_launch(*launch("bf16", 64, 256, HopperTile(2, 256, 2)), 90)
+    assert compiled.spills > 0
+    assert compiled.serialised
+
+
+def test_auto_never_takes_it(monkeypatch):
+    query = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, 2, 4096, 128), device=torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert choose_backend(query, query, block_size=128).name == "triton"
+    assert choose_backend(query, query, block_size=128, backend="hopper").name == "hopper"
+    assert "hopper" in BACKENDS
+
+
+@pytest.mark.parametrize(
+    ("change", "capability", "message"),
+    [
+        ({"dtype": torch.float32}, (9, 0), "needs dtype bfloat16 or float16, got float32"),
+        ({"shape": (1, 2, 4096, 96)}, (9, 0), "needs a head dimension D of 64 or 128, got 96"),
+        ({"block_size": 32}, (9, 0), "needs a block_size that is a power of two, at least 64, got 32"),
+        ({"block_size": 192}, (9, 0), "needs a block_size that is a power of two, at least 64, got 192"),
+        ({"is_cuda": False, "device": torch.device("cpu")}, (9, 0), "needs an NVIDIA Hopper GPU, got cpu tensors"),
+        ({}, (8, 0), "needs a Hopper GPU, of compute capability 9.0, got 8.0"),
+        ({}, (10, 0), "needs a Hopper GPU, of compute capability 9.0, got 10.0"),
+    ],
+    ids=str,
+)
+def test_says_why_it_cannot_run(change, capability, message, monkeypatch):
+    values = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 2, 4096, 128), "device": torch.device("cuda:0")}
+    block_size = change.pop("block_size", 128)
+    query = mock.Mock(**values | change)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    with pytest.raises(BackendUnavailableError, match=rf'backend="hopper" {message}; use backend="triton" or "auto"'):
+        choose_backend(query, query, block_size=block_size, backend="hopper")
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.9.0", "4.0.0", "unknown"])
+def test_other_versions_of_triton_are_refused(version, monkeypatch):
+    from diffsieve.kernels.block_sparse import hopper_backend
+
+    obstacle = hopper_backend._gluon_obstacle(version)
+    assert obstacle == f"needs Triton 3.6 to 3.8, whose Gluon it is written for, got {version}"
+    monkeypatch.setattr(hopper_backend, "GLUON_OBSTACLE", obstacle)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    query = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, 2, 4096, 128))
+    with pytest.raises(BackendUnavailableError, match=version):
+        choose_backend(query, query, block_size=128, backend="hopper")
+
+
+def test_the_installed_triton_can_build_it():
+    from diffsieve.kernels.block_sparse import hopper_backend
+
+    assert hopper_backend.GLUON_OBSTACLE is None
+
+
+def test_a_gluon_that_cannot_be_imported_is_refused(monkeypatch):
+    from diffsieve.kernels import block_sparse
+    from diffsieve.kernels.block_sparse import hopper_backend
+
+    monkeypatch.delattr(block_sparse, "hopper_kernel")
+    monkeypatch.setitem(sys.modules, "diffsieve.kernels.block_sparse.hopper_kernel", None)
+    obstacle = hopper_backend._gluon_obstacle("3.6.0")
+    assert obstacle is not None
+    assert "import from Triton 3.6.0 failed" in obstacle
+
+
+def test_the_question_for_it_can_be_compiled():
+    query = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
+
+    def function(x):
+        return x + len(backends._hopper_obstacle(x, 64))
+
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(query), function(query))
+
+
+@pytest.fixture
+def hopper_gpu() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the GPU is not a Hopper")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "case", [*HOPPER_CASES, replace(BASE, len_q=5000, len_k=5000, dim=128, variable=True)], ids=str
+)
+def test_error_on_a_gpu(case, dtype):
+    inputs = testing.make_inputs(case, dtype=DTYPES[dtype], device="cuda")
+    options = {"block_size": case.block_size, "return_lse": True, "backend": "hopper"}
+    with testing.poisoned_memory():
+        out, lse = block_sparse_attention(*inputs.tensors(), **options)
+        again, lse_again = block_sparse_attention(*inputs.tensors(), **options)
+    check(inputs, case.block_size, out, lse)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("gain", [1.0, 4.0, 16.0, 200.0])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_large_activations_on_a_gpu(dim, gain):
+    case = replace(BASE, len_q=2000, len_k=2000, dim=dim, gain=gain)
+    inputs = testing.make_inputs(case, dtype=torch.bfloat16, device="cuda")
+    with testing.poisoned_memory():
+        out, lse = block_sparse_attention(*inputs.tensors(), block_size=128, return_lse=True, backend="hopper")
+    check(inputs, 128, out, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+def test_gradients_on_a_gpu():
+    case = replace(BASE, len_q=450, len_k=450, variable=True)
+    inputs = testing.make_inputs(case, dtype=torch.bfloat16, device="cuda")
+    grads = {}
+    for backend in ("hopper", "triton"):
+        leaves = [x.detach().clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
+        lists = inputs.block_index, inputs.block_count
+        out = block_sparse_attention(*leaves, *lists, block_size=128, backend=backend)
+        out.float().square().sum().backward()
+        grads[backend] = [x.grad for x in leaves]
+    for ours, theirs in zip(grads["hopper"], grads["triton"], strict=True):
+        assert testing.error_ratio(ours, theirs) < 2**-6
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+def test_a_new_length_does_not_compile_again_on_a_gpu():
+    from diffsieve.kernels.block_sparse.hopper_backend import block_sparse_fwd_hopper_kernel
+
+    compiled = []
+    for length in (128, 129, 450, 1024, 2000):
+        inputs = testing.make_inputs(replace(BASE, len_q=length, len_k=length), dtype=torch.bfloat16, device="cuda")
+        block_sparse_attention(*inputs.tensors(), block_size=128, backend="hopper")
+        compiled.append(sum(len(cache[0]) for cache in block_sparse_fwd_hopper_kernel.device_caches.values()))
+    assert len(set(compiled)) == 1
