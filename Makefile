@@ -22,6 +22,7 @@ help:
 	@echo "make app          the page that compares clips in a browser, at http://127.0.0.1:7860"
 	@echo "make test         lint, types and all tests"
 	@echo "make test-oldest  all tests on the oldest supported versions, in $(VENV_OLDEST)"
+	@echo "make browser      Chromium for the tests of the page, where it is missing (as root on Debian or Ubuntu)"
 	@echo "make lint | types | pytest | format | tables | examples | build | constraints | clean | distclean"
 
 install: $(READY)
@@ -38,7 +39,8 @@ examples: $(READY)
 	$(VENV)/bin/python -m diffsieve.app.make_examples
 	$(VENV)/bin/python -m tests.app.shoot docs/images/app.png
 
-# The tests of the page need Chromium. Without one they are skipped, and the closing list of skips says so.
+# The tests of the page need Chromium: without one they are skipped, and the closing list of skips says so. The one target
+# that installs outside the checkout, so no other target calls it; .ci/run does.
 browser:
 	@test -n "$$CHROMIUM" || command -v chromium chromium-browser google-chrome >/dev/null || { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Chromium for the tests of the page" && \
@@ -61,10 +63,10 @@ format: $(READY)
 types: $(READY)
 	$(VENV)/bin/mypy diffsieve
 
-pytest: $(READY) browser
+pytest: $(READY)
 	OMP_NUM_THREADS=1 DIFFSIEVE_SCREENSHOTS=$(SCREENSHOTS) $(VENV)/bin/python $(PYTEST)
 
-test-oldest: $(READY_OLDEST) browser
+test-oldest: $(READY_OLDEST)
 	OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python $(PYTEST)
 
 build: $(READY)

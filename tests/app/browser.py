@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-MISSING = "needs Chromium: install the package chromium, run `playwright install chromium`, or set CHROMIUM to its path"
+MISSING = "needs Chromium: run `make browser` or `playwright install chromium`, or set CHROMIUM to its path"
 
 
 def find_chromium() -> str | None:
