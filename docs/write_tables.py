@@ -1,6 +1,6 @@
-"""Write the generated tables into the pages: `python docs/write_tables.py` (or `make tables`).
+"""Write the generated tables into the pages and draw the plots: `python docs/write_tables.py` (or `make tables`).
 
-A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. A test checks that the pages are up to date.
+A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. Tests check that pages and plots are up to date.
 """
 
 import json
@@ -8,15 +8,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+from diffsieve.bench import tables as tables_of_bench
+from diffsieve.bench.plots import draw_plots
 from diffsieve.processors import supported_models
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-_LLSA_PROBLEMS = ((16_384, 2), (65_536, 2), (65_536, 3), (262_144, 2), (262_144, 3), (1_048_576, 3))
+IMAGES = ROOT / "docs" / "images"
+_KERNEL_TOKENS = 75_648
 # Shorter sequences run dense on GPUs.
 _CROSSOVER = 16_384
 PAGES = (
     "docs/ba-att.md",
+    "docs/benchmarks.md",
     "docs/llsa.md",
     "README.md",
     "docs/supported-models.md",
@@ -36,54 +40,44 @@ def supported_models_table() -> str:
 
 def kernel_table() -> str:
     """Time of the block-sparse kernel on an H200, as a Markdown table."""
-    report = _result("h200/block_sparse.json")
-    rows = {row["name"]: row for row in report["D128-b128"]}
-    shape = "75,648 tokens, 12 heads of 128, bf16, blocks of 128, random blocks kept"
-    lines = [
-        f"Block-sparse attention on one {report['gpu']} ({shape}; torch {report['torch']}, Triton {report['triton']};",
-        f"`{report['command']}`):",
-        "",
-        "| kernel | time | rate |",
-        "|---|---|---|",
-    ]
-    named = {
-        "dense SDPA cudnn": "dense, cuDNN",
-        "dense SDPA flash": "dense, FlashAttention-2",
-        **{
-            f"{kept} table tile": f"`triton` backend, {kept} of the blocks kept"
-            for kept in ("100%", "50%", "25%", "10%")
-        },
-    }
-    for name, label in named.items():
-        lines.append(f"| {label} | {rows[name]['ms']:.1f} ms | {rows[name]['tflops']:.0f} TFLOP/s |")
-    return "\n".join(lines)
+    report = _result("h200/bench/block-sparse.json")
+    versions = report["versions"]
+    shape = (
+        f"{_KERNEL_TOKENS:,} tokens, 12 heads of {report['settings']['dim']}, bf16, blocks of 128, random blocks kept"
+    )
+    return "\n".join(
+        [
+            f"Block-sparse attention on one {report['device']} ({shape};",
+            f"torch {versions['torch']}, Triton {versions['triton']}; {tables_of_bench.source(report)}):",
+            "",
+            tables_of_bench.rate_table(report, _KERNEL_TOKENS),
+        ]
+    )
+
+
+def kernel_lengths_table() -> str:
+    """Time of the block-sparse kernel on an H200 at all lengths, as a Markdown table."""
+    report = _result("h200/bench/block-sparse.json")
+    return tables_of_bench.speed_table(report, "triton")
 
 
 def call_table() -> str:
     """Time of the whole BA-Att call on an H200, as a Markdown table."""
-    report = _result("h200/ba_att.json")
-    lines = [
-        f"The whole call of the preset `default` (an order per head, {report['heads']} heads of 128, bf16), all that "
-        "ordering, selecting and",
-        f"compensating cost included (`{report['command'].split(' --')[0]}`):",
-        "",
-        "| tokens | dense, cuDNN | dense, FlashAttention-2 | 50 % skipped | 75 % skipped | 90 % skipped |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in report["rows"]:
-        if row["tokens"] < _CROSSOVER:
-            continue
-        dense = row["dense_ms"]
-        cells = [f"{row['tokens']:,}", *(f"{dense[name]:.1f} ms" for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"))]
-        for skipped in ("50%", "75%", "90%"):
-            ms = row["calls"][f"an order per head, {skipped} skipped"]["graph_ms"]
-            cells.append(f"{ms:.1f} ms, {dense['CUDNN_ATTENTION'] / ms:.2f}x")
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Times of CUDA graphs, as compiled models have them; factors are over cuDNN, the faster of the two dense ones.",
-    ]
-    return "\n".join(lines)
+    report = _result("h200/bench/ba-att.json")
+    settings = report["settings"]
+    own = f", blocks ranked by {settings['score']}" if settings["score"] != "residual" else ""
+    table = tables_of_bench.speed_table(report, "default", least_tokens=_CROSSOVER)
+    return "\n".join(
+        [
+            f"The whole call of the preset `default` (an order per head{own}; {settings['heads']} heads of "
+            f"{settings['dim']}, bf16), all that ordering,",
+            f"selecting and compensating cost included ({tables_of_bench.source(report)}):",
+            "",
+            table,
+            "",
+            "Times of CUDA graphs, as compiled models have them; factors are over cuDNN, the faster of the dense ones.",
+        ]
+    )
 
 
 _IN_BRIEF = ("dense, another kernel (noise floor)", "default", "mean pooling, raster", "paper")
@@ -117,45 +111,32 @@ def fidelity_table(brief: bool = False) -> str:
 
 def cpu_table() -> str:
     """Time of the block-sparse op on a CPU, as a Markdown table."""
-    report = _result("cpu/block_sparse.json")
-    lines = [
-        f"The op on {report['threads']} threads of a CPU ({report['cpu']}; fp32, blocks of 128;",
-        f"torch {report['torch']}; `{report['command']}`):",
-        "",
-        "| tokens, heads x channels | dense SDPA | 50 % kept | 25 % kept | 10 % kept |",
-        "|---|---|---|---|---|",
-    ]
-    for case, rows in report["cases"].items():
-        heads, tokens, channels = (re.search(rf"-{letter}(\d+)", case)[1] for letter in "HLD")  # type: ignore[index]
-        layout = ", stored as (B, L, H, D)" if "blhd" in case else ""
-        kept = (rows[f"{share} kept"] for share in ("50%", "25%", "10%"))
-        cells = " | ".join(f"{row['ms_median']:.0f} ms, {row['speedup']:.2f}x" for row in kept)
-        dense = rows["dense"]["ms_median"]
-        lines.append(f"| {int(tokens):,}, {heads} x {channels}{layout} | {dense:.0f} ms | {cells} |")
-    return "\n".join(lines)
+    report = _result("cpu/bench/block-sparse.json")
+    settings = report["settings"]
+    return "\n".join(
+        [
+            f"The op on {settings['threads']} threads of a CPU ({report['device']}; fp32, heads of {settings['dim']}, "
+            f"blocks of {settings['block_size']};",
+            f"torch {report['versions']['torch']}; {tables_of_bench.source(report)}):",
+            "",
+            tables_of_bench.speed_table(report, "torch"),
+        ]
+    )
 
 
 def llsa_table() -> str:
     """Time of LLSA against dense attention on an H200, as a Markdown table."""
-    report = _result("h200/llsa.json")
-    shape = report["shape"]
-    lines = [
-        f"{report['gpu']}, {shape['dtype']}, B {shape['B']}, H {shape['H']}, D {shape['D']}, "
-        f"blocks of {shape['block']}, topk {shape['topk']}; times in ms, FA2 is FlashAttention-2",
-        f"(`{report['command'].split(' --')[0]}`):",
-        "",
-        "| tokens | levels | forward | in a CUDA graph | FA2 | forward + backward | in a CUDA graph | FA2 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for tokens, levels in _LLSA_PROBLEMS:
-        ours = {row["name"]: row["ms"] for row in report[f"N{tokens}-M{levels}"]}
-        dense = {row["name"]: row["ms"] for row in report.get(f"dense-N{tokens}", [])}
-        cells = [f"{tokens:,}", str(levels)]
-        for name in ("forward", "forward and backward"):
-            peer = dense.get(f"flash {name}")
-            cells += [f"{ours[name]:.2f}", f"{ours[f'{name}, CUDA graph']:.2f}", "" if peer is None else f"{peer:.1f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    report = _result("h200/bench/llsa.json")
+    sizes = report["settings"]
+    return "\n".join(
+        [
+            f"{report['device']}, bf16, B {sizes['batch']}, H {sizes['heads']}, D {sizes['dim']}, "
+            f"blocks of {sizes['block_size']}, topk {sizes['topk']}; times in ms",
+            f"({tables_of_bench.source(report)}):",
+            "",
+            tables_of_bench.llsa_table(report),
+        ]
+    )
 
 
 def mini_wan_table() -> str:
@@ -183,14 +164,15 @@ _LINEAR_RATE = 600.0  # TFLOP/s, assumed: no run of ours measured matrix product
 
 def reproduction_table() -> str:
     """Expected time of one clip of the paper's Table 5, from the measured rates of the attention kernels."""
-    rows = {row["name"]: row for row in _result("h200/block_sparse.json")["D128-b128"]}
+    report = _result("h200/bench/block-sparse.json")
+    rows = {row["name"]: row for row in report["rows"] if row["tokens"] == _KERNEL_TOKENS}
     attention = 4 * _TOKENS**2 * _HEADS * _DIM * _LAYERS / 1e12
     linear = 2 * _TOKENS * (6 * _WIDTH**2 + 2 * _WIDTH * _FFN) * _LAYERS / 1e12
-    sparse_rate = rows["50% table tile"]["tflops"]
+    sparse_rate = rows["triton, 50 % skipped"]["tflops"]
     lines = ["| attention | dense by cuDNN | dense by FlashAttention-2 |", "|---|---|---|"]
     for sparsity in (0.0, 0.5, 0.6):
         cells = []
-        for kernel in ("dense SDPA cudnn", "dense SDPA flash"):
+        for kernel in ("dense, cuDNN", "dense, FlashAttention-2"):
             dense = attention / rows[kernel]["tflops"] + linear / _LINEAR_RATE
             sparse = (1 - sparsity) * attention / sparse_rate + linear / _LINEAR_RATE
             sparse_steps = _STEPS - _DENSE_STEPS if sparsity else 0
@@ -202,9 +184,9 @@ def reproduction_table() -> str:
         "",
         f"An estimate, not a measurement: {attention / 1e3:.2f} PFLOP of self-attention and {linear / 1e3:.2f} of "
         "linear layers a forward, two forwards a step;",
-        f"attention at the rates of `benchmarks/results/h200/block_sparse.json`, linear layers at {_LINEAR_RATE:.0f} "
-        "TFLOP/s by assumption. Selecting blocks, text",
-        "encoder and VAE come on top.",
+        "attention at the rates of `benchmarks/results/h200/bench/block-sparse.json`, linear layers at "
+        f"{_LINEAR_RATE:.0f} TFLOP/s by assumption.",
+        "Selecting blocks, text encoder and VAE come on top.",
     ]
     return "\n".join(lines)
 
@@ -220,6 +202,7 @@ def tables() -> dict[str, str]:
         "results": f"{kernel_table()}\n\n{call_table()}\n\n{cpu_table()}",
         "fidelity": fidelity_table(),
         "fidelity-in-brief": fidelity_table(brief=True),
+        "kernel-lengths": kernel_lengths_table(),
         "llsa-results": llsa_table(),
         "mini-wan-results": mini_wan_table(),
         "reproduction": reproduction_table(),
@@ -242,3 +225,5 @@ if __name__ == "__main__":
     for page in PAGES:
         path = ROOT / page
         path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for result in sorted((RESULTS / "h200" / "bench").glob("*.json")):
+        draw_plots(json.loads(result.read_text(encoding="utf-8")), IMAGES, "bench-")

@@ -138,7 +138,12 @@ def _plots(settings: "BenchConfig", files: list[str]) -> list[str]:
 
 
 def _text(result: dict[str, Any]) -> str:
-    lines = [legs.leg_text(result, "rows with figures", "all plots are drawn")]
+    from ..bench.results import read_results
+    from ..bench.tables import markdown
+
+    results = [read_results(Path(path)) for path in result["files"]]
+    lines = [f"{found['operation']}, {found['device']}:\n\n{markdown(found)}\n" for found in results if found["rows"]]
+    lines.append(legs.leg_text(result, "rows with figures", "results, plots and tables"))
     lines += [f"failed: {name}: {reason}" for name, reason in result["failed"].items()]
     lines += [f"failed, a kernel of others: {name}: {reason}" for name, reason in result["failed_peers"].items()]
     return "\n".join(lines)

@@ -187,8 +187,8 @@ def gate(config: BenchConfig) -> dict[str, Any]:
         options = _options(config, _SMALL_GRID, form, 0.5) | {"block_size": _SMALL_BLOCK}
         if isinstance(options["orders"], Tensor):
             options["orders"] = torch.arange(heads, device=config.device)
-        on_device = [x.to(config.device) for x in tensors]
-        out, info = ba_attention(*on_device, return_info=True, **options)
+        query, key, value = (x.to(config.device) for x in tensors)
+        out, info = ba_attention(query, key, value, return_info=True, **options)
         names = options["orders"] if isinstance(options["orders"], str) else list(CANDIDATE_ORDERS)
         exact_options = {name: value for name, value in options.items() if name not in ("backend", "orders")}
         exact, kept = ba_attention_reference(*(x.double() for x in tensors), orders=names, **exact_options)
@@ -199,7 +199,7 @@ def gate(config: BenchConfig) -> dict[str, Any]:
             rows[head, order] = same[head].repeat_interleave(_SMALL_BLOCK)[: shape[1]]
         same_lists[form] = same.double().mean().item()
         errors[form] = testing.error_ratio(out[0].cpu()[rows], exact[0][rows])
-        bounds[form] = _sampled_errors(*on_device, out, info, options)["bound"]
+        bounds[form] = _sampled_errors(query, key, value, out, info, options)["bound"]
     return {
         "error": errors, "bound": bounds, "same_lists": same_lists, "ok": min(same_lists.values()) >= _SAME_LISTS,
     }  # fmt: skip

@@ -21,7 +21,7 @@ from ..problem import Operation, Prepared, Problem, Variant
 
 @dataclass(frozen=True)
 class Size:
-    """Tokens, heads, and the memory order of the tensors, a name of `testing.LAYOUTS`."""
+    """Tokens, heads, and the memory order of the tensors, "contiguous" or "blhd" (see `testing.LAYOUTS`)."""
 
     tokens: int
     heads: int = 12
@@ -115,7 +115,7 @@ def _problem(config: BenchConfig, size: Size) -> Problem:
     for backend, reason in _backends(config).items():
         if reason is None:
             variants += [_ours(config, backend, sparsity) for sparsity in unique((0.0, *config.sparsities))]
-    name = f"{tokens:,} tokens, {heads} heads" + (f", {size.layout}" if size.layout != "contiguous" else "")
+    name = f"{tokens:,} tokens, {heads} heads" + (", stored as (B, L, H, D)" if size.layout == "blhd" else "")
     return Problem(name, build, tuple(variants), asdict(size), missing)
 
 

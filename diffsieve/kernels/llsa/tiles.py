@@ -1,6 +1,6 @@
 """Tile sizes of the Triton kernels, explicit rows per head dimension, capped by block size and element size.
 
-`benchmarks/llsa_gpu.py` times the alternatives.
+`benchmarks/llsa_tiles.py` times the alternatives.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SelectionTile:
 
 
 # Padded head dimension -> tile, for elements of 16 bits. The rows of 64 were swept on an H200
-# (`benchmarks/llsa_gpu.py`) and are the fastest that spill on no architecture; the others are starting points.
+# (`benchmarks/llsa_tiles.py`) and are the fastest that spill on no architecture; the others are starting points.
 FORWARD = {
     32: QueryTile(64, 64, 32, 4, 3),
     64: QueryTile(64, 32, 32, 4, 2, 128),

@@ -1,11 +1,12 @@
-"""Block-sparse attention on a CUDA GPU: correctness first, then a sweep of tiles and the rates against dense SDPA.
+"""Tiles of the Triton kernel of block-sparse attention on a CUDA GPU: correctness of all shapes, then a sweep.
 
-    PYTHONPATH=. python benchmarks/block_sparse_gpu.py [--out FOLDER] [--only gate|time] [--workers 8]
+    PYTHONPATH=. python benchmarks/block_sparse_tiles.py [--out FOLDER] [--only gate|time] [--workers 8]
 
-Writes `block_sparse.json` (default folder `benchmarks/results/<gpu>`) after every section. Each timed variant is first
+Writes `block_sparse.json` (default folder `benchmarks/results/<gpu>`) after every section. Each timed tile is first
 compared, on its own full-size inputs with output memory filled with NaN, with fp64 attention of sampled query blocks;
-a variant that fails gets no figure. Times are medians of `triton.testing.do_bench` in ms; rates count
-`4 * kept (query, key) pairs * D` floating-point operations.
+one that fails gets no figure. Times are medians of `triton.testing.do_bench` in ms; rates count
+`4 * kept (query, key) pairs * D` floating-point operations. What a user gets, beside dense attention and the kernels of
+others, is `diffsieve bench block-sparse`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from typing import Any
 
 import torch
 import triton
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
+from diffsieve.bench.operations.block_sparse import kept_pairs
 from diffsieve.kernels import testing
 from diffsieve.kernels.block_sparse import block_sparse_attention
 from diffsieve.kernels.block_sparse.reference import block_sparse_attention_reference
@@ -215,34 +215,10 @@ class Timings:
         self.save()
         return row.get("ms", float("inf"))
 
-    def add_dense(self, section: str, inputs: AttentionInputs) -> None:
-        query, key, value = inputs.query, inputs.key, inputs.value
-        pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-            with sdpa_kernel(backend):
-                row = {"name": f"dense SDPA {name}", "kept": 1.0}
-                dense = partial(scaled_dot_product_attention, query, key, value)
-                row |= self._time(dense, pairs, query.shape[-1])
-            self.report.setdefault(section, []).append(row)
-            print(f"{section:12s} {row['name']:44s} {row['ms']:9.3f} ms {row['tflops']:6.1f} TFLOP/s", flush=True)
-        self.save()
-
     @staticmethod
     def _time(function: Any, pairs: int, dim: int) -> dict[str, float]:
         low, median, high = triton.testing.do_bench(function, warmup=50, rep=250, quantiles=[0.1, 0.5, 0.9])
         return {"ms": median, "ms_p10": low, "ms_p90": high, "tflops": 4 * pairs * dim / median * 1e-9}
-
-
-def kept_pairs(inputs: AttentionInputs, block_size: int) -> int:
-    """(query, key) token pairs that the lists keep, over batch and heads."""
-    index, count = inputs.block_index, inputs.block_count
-    listed = torch.ones_like(index, dtype=torch.bool)
-    if count is not None:
-        listed = torch.arange(index.shape[-1], device=index.device) < count[..., None]
-    keys = (inputs.key.shape[2] - index.long() * block_size).clamp(max=block_size)
-    starts = torch.arange(index.shape[2], device=index.device) * block_size
-    rows = (inputs.query.shape[2] - starts).clamp(max=block_size)
-    return int((keys.where(listed, 0).sum(-1) * rows).sum())
 
 
 def with_density(inputs: AttentionInputs, case: AttentionCase, variable: bool = False) -> AttentionInputs:
@@ -258,8 +234,6 @@ def with_density(inputs: AttentionInputs, case: AttentionCase, variable: bool = 
 def time_all(timings: Timings) -> None:
     for section, (case, variants) in sweep_tiles().items():
         inputs = testing.make_inputs(case, dtype=torch.bfloat16, device="cuda")
-        if case.block_size == 128:
-            timings.add_dense(section, inputs)
         best, best_ms = variants[0], float("inf")
         for tile, descriptors in variants:
             how = "descriptors" if descriptors else "pointers"
@@ -272,16 +246,8 @@ def time_all(timings: Timings) -> None:
             if ms < best_ms:
                 best, best_ms = (tile, descriptors), ms
         timings.report.setdefault("best", {})[section] = {**asdict(best[0]), "descriptors": best[1], "ms": best_ms}
-        for kept in (1.0, 0.5, 0.25, 0.1):
-            part = with_density(inputs, replace(case, density=kept))
-            for name, (tile, descriptors) in {"best": best, "table": (None, None)}.items():
-                timings.add(
-                    section, f"{kept:.0%} {name} tile", part, case.block_size,
-                    partial(run_triton, part, case.block_size, tile, descriptors), kept=kept,
-                )  # fmt: skip
         if section == "D128-b128":
             time_variants(timings, case, inputs)
-    time_lengths(timings)
     time_host(timings)
 
 
@@ -301,24 +267,13 @@ def time_variants(timings: Timings, case: AttentionCase, inputs: AttentionInputs
         timings.add("variants", f"L{RAGGED} {layout}", part, size, partial(run_triton, part, size))
 
 
-def time_lengths(timings: Timings) -> None:
-    """Where sparse begins to pay: 12 heads, D 128, block 128."""
-    for length in (2048, 4096, 8192, 16384, 32768):
-        case = AttentionCase(heads=12, kv_heads=12, len_q=length, len_k=length, dim=128, block_size=128)
-        inputs = testing.make_inputs(case, dtype=torch.bfloat16, device="cuda")
-        timings.add_dense(f"L{length}", inputs)
-        for kept in (0.5, 0.25, 0.1):
-            part = with_density(inputs, replace(case, density=kept))
-            timings.add(f"L{length}", f"{kept:.0%}", part, 128, partial(run_triton, part, 128), kept=kept)
-
-
 def time_host(timings: Timings) -> None:
     """Host time of one call in us, when the GPU has nothing to do: what a short sequence pays at least."""
     inputs = testing.make_inputs(AttentionCase(dim=128, block_size=128), dtype=torch.bfloat16, device="cuda")
     calls = {
         "kernel": partial(run_triton, inputs, 128),
         "op": partial(block_sparse_attention, *inputs.tensors(), block_size=128),
-        "dense SDPA": partial(scaled_dot_product_attention, inputs.query, inputs.key, inputs.value),
+        "dense SDPA": partial(torch.nn.functional.scaled_dot_product_attention, *inputs.tensors()[:3]),
     }
     for name, call in calls.items():
         for _ in range(20):

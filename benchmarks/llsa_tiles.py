@@ -1,13 +1,14 @@
-"""LLSA on a CUDA GPU: correctness first, then tiles, stages and whole calls against dense SDPA in the same run.
+"""Tiles of the LLSA kernels on a CUDA GPU: correctness of all shapes, then a sweep, and the time of each stage.
 
-    PYTHONPATH=. python benchmarks/llsa_gpu.py [--out FOLDER] [--only gate|time] [--workers 14]
+    PYTHONPATH=. python benchmarks/llsa_tiles.py [--out FOLDER] [--only gate|time] [--workers 14]
 
 Writes `llsa.json` (default folder `benchmarks/results/<gpu>`) after every section. Small problems of all shapes are
-compared with fp64; each timed problem and tile is compared with the torch backend in fp32 at full size, on the same
-lists. What fails gets no figure. The tiles are swept first; the fastest of each kernel, over both problems of the
-sweep, are those of all calls timed after ("tiles" in the file: they belong into `tiles.py`). Times are medians of
-`triton.testing.do_bench` in ms, bf16, B 2, H 4, D 64, block 16, topk 8, and include pooling, selection and the
-transposed lists. The section "block_sparse" times the backward of block-sparse attention at 16,384 tokens.
+compared with fp64; each timed tile is compared with the torch backend in fp32 at full size, on the same lists. What
+fails gets no figure. The tiles are swept first; the fastest of each kernel, over both problems of the sweep, are those
+of the stages timed after ("tiles" in the file: they belong into `tiles.py`). Times are medians of
+`triton.testing.do_bench` in ms, bf16, B 2, H 4, D 64, block 16, topk 8. The sections "sparse-..." time the backward of
+block-sparse attention at 16,384 tokens. Whole calls beside dense attention, over all lengths, are
+`diffsieve bench llsa`.
 """
 
 from __future__ import annotations
@@ -48,19 +49,7 @@ from tests.kernels.llsa_cases import LLSACase
 from tests.kernels.llsa_triton_cases import CASES, measure
 
 BLOCK, TOPK = 16, 8
-# (tokens, levels) of the timed problems, the ones that the goals name first; then the lengths of a scaling plot, 64
-# squared to 1,024 squared, and the depths next to those of the goals.
-PROBLEMS = [
-    (65_536, 2),
-    (262_144, 3),
-    (16_384, 2),
-    (1_048_576, 3),
-    (65_536, 3),
-    (262_144, 2),
-    (4_096, 2),
-    (16_384, 1),
-    (4_096, 1),
-]
+# (tokens, levels)
 SWEPT = [(65_536, 2), (262_144, 3)]
 # Largest relative error in bf16: of the output, of a gradient.
 BOUNDS = {"out": 5e-3, "dq": 1e-2, "dk": 1e-2, "dv": 1e-2}
@@ -156,12 +145,6 @@ class Problem:
 
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query, self.key, self.value
-
-    def forward(self) -> Tensor:
-        with torch.no_grad():
-            out = llsa_attention(*self.leaves(), **self.options, backend="triton")
-        assert isinstance(out, Tensor)
-        return out
 
     def both(self) -> tuple[Tensor, ...]:
         out = llsa_attention(*self.leaves(), **self.options, backend="triton")
@@ -271,7 +254,6 @@ class Report:
         name: str,
         function: Callable[[], Any],
         check: Callable[[], dict[str, Any]] | None = None,
-        graph: bool = False,
         rep: int = 80,
         **details: Any,
     ) -> float:
@@ -281,11 +263,7 @@ class Report:
             row |= check() if check is not None else {}
             if row["ok"]:
                 quantiles = [0.1, 0.5, 0.9]
-                if graph:
-                    with torch.cuda.stream(torch.cuda.Stream()):
-                        low, median, high = triton.testing.do_bench_cudagraph(function, rep=60, quantiles=quantiles)
-                else:
-                    low, median, high = triton.testing.do_bench(function, warmup=20, rep=rep, quantiles=quantiles)
+                low, median, high = triton.testing.do_bench(function, warmup=20, rep=rep, quantiles=quantiles)
                 row |= {"ms": median, "ms_p10": low, "ms_p90": high}
         except Exception as error:  # a tile that does not compile or fit is a result, not the end
             row |= {"ok": False, "exception": f"{type(error).__name__}: {str(error)[:200]}"}
@@ -318,41 +296,21 @@ def time_sweep(report: Report) -> None:
     report.save()
 
 
-def time_problem(report: Report, length: int, levels: int) -> None:
+def time_stages(report: Report, length: int, levels: int) -> None:
+    """Each stage on its own, and the kernels of a forward and backward by name."""
     section = f"N{length}-M{levels}"
-    problem = Problem(length, levels, trusted=length <= 262_144)
+    problem = Problem(length, levels)
     checked = problem.check()
     report.data.setdefault("checks", []).append({"problem": section, **checked})
     if not checked["ok"]:
         print(f"{section} FAILED {checked}", flush=True)
         report.save()
         return
-    del problem.trusted
-    problem.trusted = None
-    torch.cuda.empty_cache()
-    for name, function in (("forward", problem.forward), ("forward and backward", problem.both)):
-        report.add(section, name, function)
-        # What is left once the host is out of the way; replays do not flush the L2 cache.
-        report.add(section, f"{name}, CUDA graph", function, graph=True)
     stages = Stages(problem)
     report.add(section, "stage pyramid of q, k, v", stages.pyramid)
     report.add(section, "stage top-k", stages.topk)
     report.add(section, "stage attention", stages.forward)
     report.add(section, "stage backward with transposed lists", stages.backward)
-    del stages
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    grads = problem.both()
-    peak = torch.cuda.max_memory_allocated() - before
-    del grads
-    # q, k, v, o and their gradients in bf16, and the lists.
-    unit = 8 * problem.query.numel() * 2 + sum(x.numel() * 4 for x in problem.indices)
-    standing = 4 * problem.query.numel() * 2
-    report.data.setdefault("memory", {})[section] = {
-        "peak_bytes": peak + standing, "goal_bytes": int(1.5 * unit),
-        "ratio_to_tensors_and_lists": (peak + standing) / unit,
-    }  # fmt: skip
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(5):
             problem.both()
@@ -363,24 +321,6 @@ def time_problem(report: Report, length: int, levels: int) -> None:
     for name, ms in top.items():
         print(f"{section:16s}   {name:54s} {ms:9.3f} ms", flush=True)
     report.save()
-
-
-def time_dense(report: Report) -> None:
-    for length in (16_384, 65_536, 262_144):
-        problem = Problem(length, 3, trusted=False)
-        leaves = problem.leaves()
-        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
-            with sdpa_kernel(backend):
-
-                def both(leaves: Any = leaves, grad: Tensor = problem.grad_out) -> tuple[Tensor, ...]:
-                    return torch.autograd.grad(scaled_dot_product_attention(*leaves), leaves, grad)
-
-                section = f"dense-N{length}"
-                report.add(
-                    section, f"{name} forward", partial(scaled_dot_product_attention, *(x.detach() for x in leaves))
-                )
-                if length <= 65_536:
-                    report.add(section, f"{name} forward and backward", both)
 
 
 def time_block_sparse(report: Report) -> None:
@@ -454,10 +394,8 @@ def main() -> int:
             warming.wait()  # a tile that does not compile shows up again in its own row
     if arguments.only != "gate":
         parts: dict[str, Callable[[], None]] = {"sweep": partial(time_sweep, report)}
-        # What the goals compare first.
-        parts |= {f"N{n}-M{m}": partial(time_problem, report, n, m) for n, m in PROBLEMS[:3]}
-        parts |= {f.__name__: partial(f, report) for f in (time_dense, time_block_sparse)}
-        parts |= {f"N{n}-M{m}": partial(time_problem, report, n, m) for n, m in PROBLEMS[3:]}
+        parts |= {f"N{n}-M{m}": partial(time_stages, report, n, m) for n, m in SWEPT}
+        parts["time_block_sparse"] = partial(time_block_sparse, report)
         for name, part in parts.items():
             try:
                 part()
