@@ -64,6 +64,7 @@ class BAAttProcessor:
         self._counters = torch.zeros(len(COUNTERS), dtype=torch.int64)
         self._dense_counts = torch.zeros(len(COUNTERS), dtype=torch.int64)
         self._recall = torch.zeros(0)
+        # On the CPU on every device: the kernels read it without a wait (see `token_orders`).
         self._orders: torch.Tensor | None = None
         self._timer: StageTimer | None = None
         self._mask: BAAttInfo | None = None
@@ -120,7 +121,7 @@ class BAAttProcessor:
             orders = (CANDIDATE_ORDERS.index(FALLBACK_ORDER),) * heads
             bound._recall = torch.zeros(heads, len(CANDIDATE_ORDERS) + 1)
         if orders is not None:
-            bound._orders = torch.tensor(orders)
+            bound._orders = torch.tensor(orders, device="cpu")
         bound._selection, bound._attention = kernel_arguments(
             config, second_order=second_order, text_tokens=family.text_tokens
         )

@@ -245,8 +245,6 @@ class SparseController:
             processor._dense_counts = torch.tensor([pairs, pairs, token_pairs, token_pairs, 0, 1, 0], device=device)
             processor._counters = processor._counters.to(device)
             processor._recall = processor._recall.to(device)
-            if processor._orders is not None:
-                processor._orders = processor._orders.to(device)
 
     def _running_record(self) -> StepRecord:
         return StepRecord(self._step, self._reasons, torch.stack([layer.processor._counters for layer in self.layers]))

@@ -77,13 +77,14 @@ def test_calibration_compiles_without_a_break(qkv):
 
 def test_custom_ops(qkv):
     from diffsieve.kernels.ba_att.calibration import _calibrate_op
-    from diffsieve.kernels.ba_att.ordering import _order_table_op, _windowed_argsort
+    from diffsieve.kernels.ba_att.ordering import _head_orders_op, _order_table_op
 
     cpu = torch.device("cpu")
     for check in ("test_schema", "test_faketensor"):
         torch.library.opcheck(_order_table_op, (5, 9, 10, cpu), test_utils=check)
         torch.library.opcheck(_order_table_op, (0, 0, 450, cpu), test_utils=check)
-        torch.library.opcheck(_windowed_argsort, (qkv[0].norm(dim=-1), torch.tensor([64]), True), test_utils=check)
+        table = torch.tensor([4, 3, 2, 0])
+        torch.library.opcheck(_head_orders_op, (*qkv[:2], table, 5, 9, 10, 64, True), test_utils=check)
         options = (GRID, 0.5, 32, 0.5, True, True, True, None, True, "moments", 0, 0, 0.25, 4)
         torch.library.opcheck(_calibrate_op, (*qkv[:2], *options), test_utils=check)
 

@@ -5,7 +5,9 @@ import torch
 
 from diffsieve import UserInputError
 from diffsieve.kernels.ba_att import CANDIDATE_ORDERS, default_window, gather_tokens, token_orders, undo_order
-from diffsieve.kernels.ba_att.reference import orders_of_head
+from diffsieve.kernels.ba_att.norm_sort import sort_windows
+from diffsieve.kernels.ba_att.ordering import _cached_table, _sort_all_heads, _sort_known_heads
+from diffsieve.kernels.ba_att.reference import orders_of_head, sort_by_norm
 from diffsieve.kernels.orders import frame_hilbert_order, hilbert_order
 
 GRID, LENGTH = (5, 9, 10), 450
@@ -60,6 +62,56 @@ def test_table_with_shared_key_heads(generator):
         query, key.repeat_interleave(2, dim=1), grid_thw=GRID, orders=torch.tensor([3, 4, 3, 1]), block_size=32
     )
     assert torch.equal(table.key, expanded.key)
+
+
+@pytest.mark.parametrize("descending", [True, False], ids=["descending", "ascending"])
+@pytest.mark.parametrize("kv_heads", [2, 6])
+def test_a_table_that_cannot_be_read_gives_the_same_orders(kv_heads, descending, generator):
+    query, key = heads(generator, num=6), heads(generator, num=kv_heads)
+    key[:, :, 40:60] = key[:, :, 40:41]  # equal norms
+    table = _cached_table(*GRID, torch.device("cpu"))
+    ids = [3, 0, 4, 2, 3, 1]
+    known = _sort_known_heads(query, key, ids, table, 96, descending)
+    assert torch.equal(known, _sort_all_heads(query, key, torch.tensor(ids), table, 96, descending))
+    assert known.is_contiguous()
+
+
+def test_static_orders_neither_sort_nor_measure(generator, monkeypatch):
+    query, key = heads(generator), heads(generator)
+    for name in ("sort_windows", "token_norms", "mean_key"):
+        monkeypatch.setattr(f"diffsieve.kernels.ba_att.ordering.{name}", None)  # a call would raise
+    order = token_orders(query, key, grid_thw=GRID, orders=torch.tensor([2, 0, 1]), block_size=32)
+    for perm in order:
+        expected = torch.stack([hilbert_order(GRID), torch.arange(LENGTH), frame_hilbert_order(GRID)])
+        assert torch.equal(perm, expected.expand(2, 3, LENGTH))
+
+
+def test_tables_are_kept_and_their_number_is_bounded():
+    cpu = torch.device("cpu")
+    assert _cached_table(*GRID, cpu) is _cached_table(*GRID, cpu)
+    for width in range(1, 20):
+        _cached_table(1, 1, width, cpu)
+    assert _cached_table.cache_info().currsize <= 8
+
+
+@pytest.mark.parametrize("descending", [True, False], ids=["descending", "ascending"])
+@pytest.mark.parametrize(("length", "window"), [(1, 64), (64, 64), (65, 64), (450, 96), (450, 450), (450, 1000)])
+def test_windows_are_sorted_stably(length, window, descending, generator):
+    norm = (8 * torch.rand(2, 3, length, generator=generator)).round() / 4  # many ties, zeros among them
+    norm[0, 0, length // 2], norm[0, 1, 0] = torch.inf, 1e-42
+    got = sort_windows(norm, window, descending)
+    for row, perm in zip(norm.flatten(0, 1), got.flatten(0, 1), strict=True):
+        assert torch.equal(perm, sort_by_norm(row, window, descending))
+
+
+@pytest.mark.parametrize("descending", [True, False], ids=["descending", "ascending"])
+def test_nan_of_any_bits_counts_as_the_largest_norm(descending):
+    norm = torch.arange(1.0, 101.0)[None, None]
+    norm.view(torch.int32)[0, 0, [3, 70, 99]] = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000], dtype=torch.int32)
+    got = sort_windows(norm, 32, descending)[0, 0]
+    assert torch.equal(got.sort().values, torch.arange(100))
+    assert int(got[0 if descending else 31]) == 3
+    assert set(got.tolist()[96:]) == {96, 97, 98, 99}
 
 
 def test_names_gather_no_more_than_needed(generator):

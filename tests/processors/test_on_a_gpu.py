@@ -38,13 +38,15 @@ def test_all_blocks_equal_dense_to_rounding(form, preset):
         assert (summary.attention_seconds is not None) == (form == "eager")
 
 
-@pytest.mark.parametrize("orders", ["raster", "hilbert", "hilbert_window", "norm_sort", "table"])
+@pytest.mark.parametrize("orders", ["raster", "hilbert", "hilbert_window", "norm_sort", "table", "table on the GPU"])
 def test_selects_what_the_cpu_selects(orders, generator):
     inputs = [torch.randn(2, 450, 3, 64, generator=generator).transpose(1, 2).bfloat16() for _ in range(3)]
     options = {"grid_thw": GRID, "density": 0.4, "block_size": 32, "return_info": True}
     results = []
     for device in ("cpu", "cuda"):
-        table = torch.tensor([4, 3, 0], device=device) if orders == "table" else orders
+        table = orders
+        if orders.startswith("table"):
+            table = torch.tensor([4, 3, 0], device=device if orders.endswith("GPU") else "cpu")
         out, info = ba_attention(*(x.to(device) for x in inputs), orders=table, **options)
         results.append((out.cpu().float(), info.block_index.cpu()))
     (expected, blocks), (out, blocks_gpu) = results

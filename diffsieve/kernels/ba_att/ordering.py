@@ -13,7 +13,7 @@ import torch
 from diffsieve.errors import UserInputError
 
 from ..orders import frame_hilbert_order, hilbert_order, inverse_order, raster_order
-from .statistics import heads_at_once
+from .norm_sort import mean_key, sort_keys, sort_windows, token_norms
 
 __all__ = ["CANDIDATE_ORDERS", "TokenOrders", "default_window", "gather_tokens", "token_orders", "undo_order"]
 
@@ -62,7 +62,9 @@ def token_orders(
         grid_thw: (frames, height, width) with product L; may be `None` for `raster` and `norm_sort`.
         orders: one name of `CANDIDATE_ORDERS` for all heads; or per query head an id, as int tensor (H,) or as a
             sequence of ids or names. A name (or equal entries in a sequence) is the fast path: it gathers no more than
-            it must. The values of a tensor are data: other values need no recompilation.
+            it must. The values of a tensor are data: other values need no recompilation. Keep the tensor on the CPU,
+            wherever the tokens are: its values are then read without waiting for the device, and only heads whose order
+            depends on their tokens are sorted. On another device they cannot be seen, so that all heads are sorted.
         block_size: tokens per block.
         window: tokens per sorting window, a multiple of `block_size`; `None` for `default_window`.
         descending: sort from the largest norm down, so that a short last block holds the coldest keys.
@@ -119,7 +121,7 @@ def normalise_orders(orders: Orders) -> str | torch.Tensor:
     names = [order if isinstance(order, str) else CANDIDATE_ORDERS[order] for order in _checked_entries(orders)]
     if len(set(names)) == 1:
         return names[0]
-    return torch.tensor([CANDIDATE_ORDERS.index(name) for name in names])
+    return torch.tensor([CANDIDATE_ORDERS.index(name) for name in names], device="cpu")
 
 
 def _checked_entries(orders: Sequence[int | str]) -> Sequence[int | str]:
@@ -175,75 +177,90 @@ def _uniform_orders(
     if order == "raster":
         return TokenOrders(None, None)
     if order == "norm_sort":
-        by_norm = [_windowed_argsort(_norm(x), _window_tensor(x, x.shape[2]), descending) for x in (query, key)]
+        by_norm = [sort_windows(token_norms(x), x.shape[2], descending) for x in (query, key)]
         return TokenOrders(by_norm[0], by_norm[1])
     base = _order_table(grid_thw, key.shape[2], key.device)[CANDIDATE_ORDERS.index(order)]
     if order != "hilbert_window":
         return TokenOrders(base, base)
-    norm = _norm(key, _mean_key(key)).index_select(-1, base)
-    return TokenOrders(base, base[_windowed_argsort(norm, _window_tensor(key, window), descending)])
+    return TokenOrders(base, _window_order(key, base, window, descending))
 
 
 def _per_head_orders(
     query: torch.Tensor, key: torch.Tensor, grid_thw: Grid | None, orders: torch.Tensor, window: int, descending: bool
 ) -> TokenOrders:
-    """All candidates at once, so that the values of `orders` may change without a branch."""
+    length = query.shape[2]
+    frames, height, width = (0, 0, length) if grid_thw is None else grid_thw
+    perms = _head_orders_op(query, key, orders, frames, height, width, window, descending)
+    return TokenOrders(*perms.unbind(0))
+
+
+# An operation of its own, opaque to the compiler: what it does depends on the values of `orders`, and other values must
+# not mean another graph.
+@torch.library.custom_op("diffsieve::head_orders", mutates_args=())
+def _head_orders_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    orders: torch.Tensor,
+    frames: int,
+    height: int,
+    width: int,
+    window: int,
+    descending: bool,
+) -> torch.Tensor:
+    """Permutations of the queries and of the keys, (2, B, H, L), contiguous."""
+    table = _cached_table(frames, height, width, key.device)
+    if orders.device.type == "cpu":  # reading it makes nobody wait
+        return _sort_known_heads(query, key, orders.tolist(), table, window, descending)
+    return _sort_all_heads(query, key, orders, table, window, descending)
+
+
+@_head_orders_op.register_fake
+def _(query: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty((2, *query.shape[:3]), dtype=torch.int64)
+
+
+def _sort_known_heads(
+    query: torch.Tensor, key: torch.Tensor, orders: list[int], table: torch.Tensor, window: int, descending: bool
+) -> torch.Tensor:
+    """Sort the heads whose order depends on their tokens, and no others."""
+    batch, heads, length = query.shape[:3]
+    # Copied out of the kept table without an index tensor, which would have to be sent to the device.
+    perms = torch.stack([table[order] for order in orders]).expand(2, batch, heads, length).contiguous()
+    group = heads // key.shape[1]
+    for head, order in enumerate(orders):
+        queries, keys = query[:, head, None], key[:, head // group, None]
+        if order == _WINDOW:
+            perms[1, :, head] = _window_order(keys, table[_WINDOW], window, descending)[:, 0]
+        elif order == _NORM_SORT:
+            perms[0, :, head] = sort_windows(token_norms(queries), length, descending)[:, 0]
+            perms[1, :, head] = sort_windows(token_norms(keys), length, descending)[:, 0]
+    return perms
+
+
+def _sort_all_heads(
+    query: torch.Tensor, key: torch.Tensor, orders: torch.Tensor, table: torch.Tensor, window: int, descending: bool
+) -> torch.Tensor:
+    """Sort every head, in windows of one token where its order is static: nothing is read from the device."""
     batch, heads, length = query.shape[:3]
     orders = orders.to(device=key.device, dtype=torch.int64)
-    base = _order_table(grid_thw, length, key.device)[orders].expand(batch, heads, length)
+    base = table[orders].expand(2, batch, heads, length)
     is_window, is_sort = (orders == _WINDOW)[:, None], (orders == _NORM_SORT)[:, None]
-    readable = orders.device.type == "cpu" and not torch.compiler.is_compiling()
-    if readable and not (is_window | is_sort).any():  # nothing to sort, seen without a synchronisation
-        return TokenOrders(base, base)
     if key.shape[1] != heads:
         key = key.repeat_interleave(heads // key.shape[1], dim=1)
     # The norm is taken from the mean key in window heads and from the origin in norm_sort heads.
-    centre = torch.where(is_window[..., None], _mean_key(key), 0)
-    norms = torch.stack([_norm(query), _norm(key, centre)]).gather(-1, base.expand(2, -1, -1, -1))
-    # A window of one token sorts nothing.
+    centre = torch.where(is_window[..., None], mean_key(key), 0)
+    norms = torch.stack([token_norms(query), token_norms(key, centre)]).gather(-1, base)
     query_window = torch.where(is_sort, length, 1)
     key_window = torch.where(is_window, window, query_window)
-    ranks = _windowed_argsort(norms, torch.stack([query_window, key_window])[:, None], descending)
-    query_order, key_order = base.expand(2, -1, -1, -1).gather(-1, ranks).unbind(0)
-    return TokenOrders(query_order, key_order)
+    number = torch.arange(length, device=key.device) // torch.stack([query_window, key_window])[:, None]
+    # One integer key does it: the number of the window in the high half.
+    keys = (number << 32) | sort_keys(norms, descending).long()
+    return base.gather(-1, torch.sort(keys, dim=-1, stable=True).indices)
 
 
-def _norm(tokens: torch.Tensor, centre: torch.Tensor | None = None) -> torch.Tensor:
-    """Distance of each token from `centre`, (B, H, L) fp32 (fp64 for fp64 input)."""
-    dtype = torch.promote_types(tokens.dtype, torch.float32)
-    if centre is None:
-        return torch.linalg.vector_norm(tokens, dim=-1, dtype=dtype)
-    at_once = heads_at_once(tokens)
-    chunks = zip(tokens.split(at_once, dim=1), centre.split(at_once, dim=1), strict=True)
-    return torch.cat([torch.linalg.vector_norm(x - c, dim=-1, dtype=dtype) for x, c in chunks], dim=1)
-
-
-def _mean_key(key: torch.Tensor) -> torch.Tensor:
-    return key.mean(dim=2, keepdim=True, dtype=torch.promote_types(key.dtype, torch.float32))
-
-
-def _window_tensor(tokens: torch.Tensor, window: int) -> torch.Tensor:
-    return torch.full((1,), window, device=tokens.device)
-
-
-# An operation of its own, since TorchInductor (seen with torch 2.14 on a CPU) shifts the window number in 32 bits.
-@torch.library.custom_op("diffsieve::windowed_argsort", mutates_args=())
-def _windowed_argsort(norm: torch.Tensor, window: torch.Tensor, descending: bool) -> torch.Tensor:
-    """Stable argsort inside consecutive windows of the last dimension, `window` tokens each (broadcast against `norm`).
-
-    One integer key does it: the number of the window in the high half, the bits of the norm in the low half (those of a
-    non-negative float are monotone in its value, and NaN lies above infinity).
-    """
-    bits = norm.float().view(torch.int32).bitwise_and(0x7FFFFFFF).long()
-    if descending:
-        bits = 0x7FFFFFFF - bits
-    number = torch.arange(norm.shape[-1], device=norm.device) // window
-    return torch.sort((number << 32) | bits, dim=-1, stable=True).indices
-
-
-@_windowed_argsort.register_fake
-def _(norm: torch.Tensor, window: torch.Tensor, descending: bool) -> torch.Tensor:
-    return torch.empty(norm.shape, dtype=torch.int64, device=norm.device)
+def _window_order(key: torch.Tensor, curve: torch.Tensor, window: int, descending: bool) -> torch.Tensor:
+    """The curve (L,) with the keys of every window sorted by their distance from the mean key, (B, H, L)."""
+    return curve[sort_windows(token_norms(key, mean_key(key)).index_select(-1, curve), window, descending)]
 
 
 def _order_table(grid_thw: Grid | None, length: int, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,99 @@
+"""A BA-Att call on a GPU never waits for the device: the host reads nothing of it and sends nothing to it."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from diffsieve.kernels.ba_att import ba_attention
+from diffsieve.kernels.ba_att.ordering import _sort_all_heads, _sort_known_heads
+
+GRID, LENGTH, HEADS = (5, 9, 10), 450, 4
+CASES = [
+    {"orders": "raster"},
+    {"orders": "hilbert"},
+    {"orders": "hilbert_window"},
+    {"orders": "norm_sort"},
+    {"orders": "table"},
+    {"orders": "table", "score": "residual", "compensate": "centroid"},
+    {"orders": "table", "score": "halfk", "top_p": 0.8, "compensate": "centroid", "text_suffix": 20},
+]
+
+
+class NoWait(TorchDispatchMode):
+    """Fails at operations that read values on the host (fake tensors have none) or touch tensors of two devices."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        devices = {x.device.type for x in tensors}
+        # The table of order ids, on the CPU, is an argument of the operation that is made to read it.
+        if len(devices) > 1 and "head_orders" not in str(func):
+            pytest.fail(f"{func} connects {sorted(devices)}: a copy between them makes the host wait")
+        return result
+
+
+def on_a_gpu(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
+
+def case_id(case):
+    return "-".join(str(value) for value in case.values())
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_whole_call(case, backend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    # It looks at the values of a table on the CPU, which fake tensors do not have.
+    monkeypatch.setattr("diffsieve.kernels.ba_att.ordering._check_orders", lambda *_: None)
+    with FakeTensorMode():
+        table = torch.tensor([0, 1, 3, 4])
+        options = {**case, "orders": table if case["orders"] == "table" else case["orders"]}
+        length = LENGTH + case.get("text_suffix", 0)
+        inputs = [on_a_gpu(1, length, HEADS, 64).transpose(1, 2) for _ in range(3)]
+        with NoWait():
+            out, info = ba_attention(
+                *inputs, grid_thw=GRID, density=0.5, block_size=32, backend=backend, return_info=True, **options
+            )
+        assert info.backend == ("torch" if backend == "torch" else "triton")
+        assert out.shape == (1, HEADS, length, 64)
+
+
+@pytest.mark.parametrize("table", [[0, 0, 0, 0], [0, 1, 2, 0], [3, 3, 0, 1], [4, 3, 4, 2]], ids=str)
+def test_orders_of_heads(table):
+    with FakeTensorMode():
+        query, key = on_a_gpu(2, HEADS, LENGTH, 16), on_a_gpu(2, 2, LENGTH, 16)
+        kept = on_a_gpu(5, LENGTH, dtype=torch.int64)
+        on_device = torch.empty(HEADS, dtype=torch.int64, device="cuda")
+        with NoWait():
+            _sort_known_heads(query, key, table, kept, 64, True)
+            _sort_all_heads(query, key, on_device, kept, 64, True)
+
+
+def test_a_wait_is_noticed():
+    with FakeTensorMode():
+        scores = on_a_gpu(4)
+        with NoWait(), pytest.raises(Exception, match="local_scalar_dense"):
+            scores.max().item()
+        with NoWait(), pytest.raises(pytest.fail.Exception, match="connects"):
+            scores.cpu()
+        with NoWait(), pytest.raises(pytest.fail.Exception, match="connects"):
+            scores[torch.tensor([0, 2])]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_on_a_gpu(case):
+    length = LENGTH + case.get("text_suffix", 0)
+    inputs = [torch.randn(1, length, HEADS, 64, device="cuda").bfloat16().transpose(1, 2) for _ in range(3)]
+    options = {**case, "orders": torch.tensor([0, 1, 3, 4]) if case["orders"] == "table" else case["orders"]}
+    options |= {"grid_thw": GRID, "density": 0.5, "block_size": 32, "return_info": True}
+    ba_attention(*inputs, **options)  # compiles kernels and keeps the table of the grid
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ba_attention(*inputs, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
