@@ -61,8 +61,8 @@ def open_clip(source: ClipSource, name: str | None = None) -> ClipReader:
     Args:
         source: tensor or array (T, 3, H, W) or (T, H, W, 3); path of a .npy or .npz file with such an array (in an
             .npz the only one, or the one called `frames`); path of a folder of pictures, whose frames go by the
-            numbers in the file names and are turned as their EXIF orientation says; path of a video file; a reader,
-            which is returned as it is.
+            numbers in the file names and are turned as their EXIF orientation says; path of one picture, a clip of one
+            frame; path of a video file; a reader, which is returned as it is.
         name: what errors call it; default: the path, or "clip".
 
     Raises:
@@ -88,7 +88,10 @@ def open_clip(source: ClipSource, name: str | None = None) -> ClipReader:
         return ClipReader(called, "array", path)
     if suffix in VIDEOS:
         return ClipReader(called, "video", path)
-    raise UserInputError(f"{called} must be one of {', '.join(sorted(ARRAYS | VIDEOS))}, got {suffix or 'no suffix'}")
+    if suffix in PICTURES:
+        return ClipReader(called, "pictures", path)
+    known = ", ".join(sorted(ARRAYS | VIDEOS | PICTURES))
+    raise UserInputError(f"{called} must be one of {known}, got {suffix or 'no suffix'}")
 
 
 def picture_files(folder: Path) -> list[Path]:
@@ -110,10 +113,11 @@ def _channels_first(frames: torch.Tensor, name: str) -> torch.Tensor:
     raise UserInputError(f"{name} must have shape (T, 3, H, W) or (T, H, W, 3), not empty, got {tuple(frames.shape)}")
 
 
-def _picture_frames(folder: Path) -> Iterator[torch.Tensor]:
+def _picture_frames(source: Path) -> Iterator[torch.Tensor]:
+    """Read the pictures of a folder, or one picture."""
     from PIL import Image
 
-    for path in picture_files(folder):
+    for path in picture_files(source) if source.is_dir() else [source]:
         try:
             with Image.open(path) as image:
                 if image.mode not in ("RGB", "L", "P") or "transparency" in image.info:

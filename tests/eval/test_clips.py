@@ -164,3 +164,13 @@ def test_a_picture_with_alpha_is_refused(tmp_path):
     Image.new("RGBA", (8, 8)).save(tmp_path / "clip" / "a.png")
     with pytest.raises(UserInputError, match=r"a\.png must be an 8-bit picture without alpha, got mode RGBA"):
         read(tmp_path / "clip")
+
+
+def test_one_picture_is_a_clip_of_one_frame(tmp_path):
+    pixels = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    (frame,) = open_clip(tmp_path / "a.png").frames()
+    assert np.array_equal(frame.permute(1, 2, 0).numpy(), pixels)
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    with pytest.raises(UserInputError, match=r"b\.png cannot be read as a picture"):
+        list(open_clip(tmp_path / "b.png").frames())
