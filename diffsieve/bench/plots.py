@@ -81,6 +81,12 @@ def _over_tokens(rows: Rows, label: Callable[[Mapping[str, Any]], str]) -> list[
     return [Line(name, sorted(points)) for name, points in found.items()]
 
 
+def _main(rows: Rows) -> list[Mapping[str, Any]]:
+    """Rows of ours, and of what speed-ups are over: the others are in the table."""
+    baselines = {name for row in rows for name in row.get("speedup", {})}
+    return [row for row in rows if not row.get("peer") or row["method"] in baselines]
+
+
 def _sparse_name(row: Mapping[str, Any]) -> str:
     method: str = row["method"]
     return method if row["sparsity"] is None else f"{method}, {percent(row['sparsity'])} skipped"
@@ -119,7 +125,7 @@ def _keep(images: Mapping[str, Image.Image | None]) -> dict[str, Image.Image]:
 
 
 def _of_block_sparse(rows: Rows, where: str) -> dict[str, Image.Image]:
-    shown = [row for row in rows if row["sparsity"] in (None, 0.5, 0.75, 0.9)]
+    shown = [row for row in _main(rows) if row["sparsity"] in (None, 0.5, 0.75, 0.9)]
     longest = max((row["tokens"] for row in rows if row.get("speedup") and row["sparsity"]), default=0)
     at_longest = [row for row in rows if row["tokens"] == longest]
     title = f"Attention kernel at {longest:,} tokens, random blocks kept"
@@ -132,7 +138,7 @@ def _of_block_sparse(rows: Rows, where: str) -> dict[str, Image.Image]:
 
 
 def _of_ba_att(rows: Rows, where: str) -> dict[str, Image.Image]:
-    shown = [row for row in rows if row["method"] == "default" or row["sparsity"] is None]
+    shown = [row for row in _main(rows) if row["method"] == "default" or row["sparsity"] is None]
     own = [row for row in rows if row["method"] == "default"]
     staged = [row for row in own if row.get("stages_ms")]
     least = min((row["sparsity"] for row in staged), default=None)

@@ -280,7 +280,10 @@ def _same_direction(baselines: dict[str, _Baseline], variant: Variant, problem: 
 
 
 def _row(problem: Problem, variant: Variant, leg: int) -> dict[str, Any]:
-    return {"problem": problem.name, "name": variant.name, **problem.details, **variant.details, "leg": leg}
+    return {
+        "problem": problem.name, "name": variant.name, **problem.details, **variant.details, "peer": variant.peer,
+        "leg": leg,
+    }  # fmt: skip
 
 
 def _nothing() -> None:

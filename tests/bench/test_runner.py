@@ -9,7 +9,7 @@ import torch
 
 from diffsieve.bench import OPERATIONS, BenchConfig, plan, run_bench
 from diffsieve.bench.problem import Operation, Prepared, Problem, Variant, passes
-from diffsieve.bench.results import read_results
+from diffsieve.bench.results import kernels_digest, read_results
 from diffsieve.compare.shards import Deadline
 from diffsieve.errors import UserInputError
 
@@ -35,6 +35,9 @@ def _operation(errors, *, gate=None, log=None, problems=("small",)):
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
+    # Somebody may be working on the kernels while the tests run.
+    monkeypatch.setattr("diffsieve.bench.results.kernels_digest", lambda: "f" * 12)
+
     def call(operation, deadline=None, **options):
         monkeypatch.setitem(OPERATIONS, "made-up", operation)
         config = BenchConfig(
@@ -144,6 +147,11 @@ def test_results_of_other_kernels_are_refused(run, monkeypatch):
         run(_operation({"base": 0.0}))
 
 
+def test_the_digest_is_of_the_sources():
+    assert kernels_digest() == kernels_digest()
+    assert len(kernels_digest()) == 12
+
+
 def test_a_file_of_something_else_is_refused(run, tmp_path):
     (tmp_path / "made-up.json").write_text('{"rows": []}')
     with pytest.raises(UserInputError, match="schema"):
@@ -161,6 +169,7 @@ def test_the_file_says_where_it_was_measured(run):
     _, data, _ = run(_operation({"base": 0.0}), threads=1)
     assert data["device"]
     assert data["versions"]["torch"] == torch.__version__
+    assert data["rows"][0]["peer"] is False
     assert data["settings"] == {"dtype": "float32", "budget_ms": 0.01, "threads": 1, "a": 1}
     assert data["legs"][0]["command"] == "diffsieve bench"
     row = data["rows"][0]
@@ -172,6 +181,47 @@ def test_infinite_errors_can_be_written(run):
     _, data, _ = run(_operation({"base": 0.0, "wrong": math.inf}))
     assert data["rows"][1]["check"]["error"] == "inf"
     json.dumps(data, allow_nan=False)
+
+
+class _GPUTimer:
+    """What a GPU would say: eager and graph times of each call by its name."""
+
+    on_gpu, text = True, "a stand-in"
+    times = {"base": (8.0, 6.0), "a": (4.0, 2.0), "b": (4.0, None)}  # noqa: RUF012
+
+    def __init__(self, config):
+        pass
+
+    def eager(self, call, rivals):
+        assert rivals == {}
+        return {"ms": self.times[call()][0], "ms_p10": 0.0, "ms_p90": 9.0, "repeats": 3}, {}
+
+    def graph(self, call):
+        ms = self.times[call()][1]
+        return {"no_graph": "why"} if ms is None else {"graph_ms": ms}
+
+    def peak_mib(self, call):
+        return 1.0
+
+
+def test_speedups_on_a_gpu_compare_graphs_with_graphs(run, monkeypatch):
+    monkeypatch.setattr("diffsieve.bench.runner.Timer", _GPUTimer)
+    operation = _operation({"base": 0.0, "a": 0.0, "b": 0.0})
+    problem = operation.problems(None)[0]
+
+    def named(variant):
+        check = lambda: {"error": 0.0, "bound": 0.0}  # noqa: E731
+        return replace(variant, prepare=lambda state: Prepared(lambda: variant.name, check, flops=1e9))
+
+    problem = replace(problem, variants=tuple(map(named, problem.variants)))
+    _, data, _ = run(replace(operation, problems=lambda config: [problem]))
+    rows = {row["name"]: row for row in data["rows"]}
+    assert rows["a"]["baseline_ms"] == {"base": 6.0}
+    assert rows["a"]["speedup"] == {"base": 3.0}
+    assert rows["a"]["tflops"] == pytest.approx(0.5)
+    assert rows["b"]["no_graph"] == "why"
+    assert rows["b"]["speedup"] == {"base": 2.0}  # eager with eager
+    assert rows["a"]["peak_mib"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ def test_a_run_writes_results_and_plots(tmp_path):
     assert {path.name for path in tmp_path.glob("*.png")} == {"block-sparse-time.png", "block-sparse-speedup.png"}
 
 
-def test_legs_end_with_3_and_go_on(tmp_path):
+def test_legs_end_with_3_and_go_on(tmp_path, monkeypatch):
+    # Somebody may be working on the kernels while the tests run.
+    monkeypatch.setattr("diffsieve.bench.results.kernels_digest", lambda: "f" * 12)
     codes = [
         run("block-sparse", *TINY, "--out", str(tmp_path), "--max-seconds", "1e-9").exit_code for _ in range(3)
     ]  # fmt: skip
