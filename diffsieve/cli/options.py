@@ -13,9 +13,10 @@ Keep the imports of a command module light (no torch, no diffusers): `diffsieve 
 import json as json_module
 import logging
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -28,11 +29,11 @@ _SHARED = frozenset({"config", "debug", "help", "json"})
 def load_config(context: typer.Context, path: Path | None) -> Path | None:
     """Take the values of a TOML file as the defaults of this command; flags on the command line win over them.
 
-    The keys are the names of the command's Python arguments. An unknown key is an error: it is most often a typing
-    mistake, and a run with a value that was not meant is worse than no run.
+    The keys are the names of the command's Python arguments. An unknown key is an error, and so is a text where a
+    number is meant: most often it is a typing mistake, and a run with a value that was not meant is worse than no run.
 
     Raises:
-        UserInputError: the file cannot be read, is not TOML, has an unknown key, or gives a value of the wrong form.
+        UserInputError: the file cannot be read, is not TOML, has an unknown key, or gives a value of the wrong type.
     """
     if path is None or context.resilient_parsing:
         return path
@@ -42,22 +43,45 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
         raise UserInputError(f"config must be a readable TOML file, got {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserInputError(f"config must be a TOML file, got {path}: {error}") from None
-    options: dict[str, Any] = {p.name: p for p in context.command.params if p.name and p.name not in _SHARED}
+    forms = _forms(context.command.callback)
     for key, value in values.items():
-        if key not in options:
-            raise UserInputError(f"config {path} has an unknown key {key!r}, expected some of: {', '.join(options)}")
+        if key not in forms:
+            raise UserInputError(f"config {path} has an unknown key {key!r}, expected some of: {', '.join(forms)}")
         if isinstance(value, Mapping):
             raise UserInputError(f"config key {key!r} must be a plain value, got a table")
-        if getattr(options[key], "multiple", False) != isinstance(value, list):
+        multiple, types = forms[key]
+        if multiple != isinstance(value, list):
             form = "one value" if isinstance(value, list) else "a list"
             raise UserInputError(f"config key {key!r} must be {form}, got {value!r}")
-        # The parser would take `steps = true` as 1 step.
-        flag = getattr(options[key], "is_flag", False)
-        if any(isinstance(item, bool) != flag for item in (value if isinstance(value, list) else [value])):
-            form = "true or false" if flag else "a number or a text"
-            raise UserInputError(f"config key {key!r} must be {form}, got {value!r}")
+        # The parser of the command line would turn each of these into another type where it can, 14.5 steps into 14.
+        wanted, name = next((admitted, name) for known, admitted, name in _FORMS if known in types)
+        if any(type(item) not in wanted for item in (value if isinstance(value, list) else [value])):
+            raise UserInputError(f"config key {key!r} must be {name}, got {value!r}")
     context.default_map = values
     return path
+
+
+# (type of a parameter, types of TOML that stand for it, name for people); the first that fits counts.
+_FORMS: tuple[tuple[type, tuple[type, ...], str], ...] = (
+    (bool, (bool,), "true or false"),
+    (float, (int, float), "a number"),
+    (int, (int,), "a whole number"),
+    (object, (str,), "a text"),
+)
+
+
+def _forms(command: Callable[..., Any]) -> dict[str, tuple[bool, tuple[type, ...]]]:
+    """For each parameter that a file may give: whether it takes a list, and its types, `object` among them."""
+    forms = {}
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        if name in _SHARED or name == "return":
+            continue
+        parsers = [extra.parser for extra in getattr(hint, "__metadata__", ()) if getattr(extra, "parser", None)]
+        plain = get_type_hints(parsers[0])["return"] if parsers else get_type_hints(command)[name]
+        parts = get_args(plain) if isinstance(plain, UnionType) else (plain,)
+        lists = [part for part in parts if get_origin(part) is list]
+        forms[name] = (bool(lists), (*(get_args(lists[0]) if lists else parts), object))
+    return forms
 
 
 def _set_debug(context: typer.Context, debug: bool) -> bool:
