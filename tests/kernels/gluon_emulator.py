@@ -177,7 +177,10 @@ class Role:
 
 
 class Machine:
-    """One program at a time: roles, copies under way, and the module names that a kernel imports."""
+    """One program at a time: roles, copies under way, and the module names that a kernel imports.
+
+    `specialised` counts the programs that got as far as their roles.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -187,6 +190,7 @@ class Machine:
         self.back = threading.Semaphore(0)
         self.program = (0, 0, 0)
         self.grid = (1, 1, 1)
+        self.specialised = 0
 
     # ---- scheduling
 
@@ -202,6 +206,7 @@ class Machine:
 
     def specialize(self, entries: list, worker_warps: list[int], worker_registers: list[int]) -> None:
         assert len(entries) - 1 == len(worker_warps) == len(worker_registers)
+        self.specialised += 1
         roles = [Role(lambda function=function, args=args: function(*args)) for function, args in entries]
         threads = [threading.Thread(target=self._main, args=(role,), daemon=True) for role in roles]
         for thread in threads:
@@ -292,8 +297,9 @@ class Machine:
             a, b = (x.data if isinstance(x, Tile) else x for x in (a, b))
             return Tile(torch.where(condition.data, a, b))
 
-        def store(pointer: Pointer, tile: Tile, mask: Tile) -> None:
-            pointer.data[pointer.at(mask)] = tile.data[mask.data]
+        def store(pointer: Pointer, tile: Tile, mask: Tile | None = None) -> None:
+            values = tile.data if mask is None else tile.data[mask.data]
+            pointer.data[pointer.at(mask)] = values.to(pointer.data.dtype)
 
         def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
             if layout == "mbarrier":
@@ -307,6 +313,7 @@ class Machine:
             program_id=lambda axis: Scalar(self.program[axis]), num_programs=lambda axis: self.grid[axis],
             cdiv=lambda a, b: -(-a // b), minimum=both(min, torch.minimum), maximum=both(max, torch.maximum),
             static_range=range, where=where, exp2=lambda x: Tile(x.data.exp2()), log2=lambda x: Tile(x.data.log2()),
+            abs=lambda x: Tile(x.data.abs()),
             max=lambda x, axis: Tile(x.data.amax(axis)), sum=lambda x, axis: Tile(x.data.sum(axis)),
             full=lambda shape, value, dtype, layout: Tile(torch.full(shape, value, dtype=dtype)),
             arange=lambda start, end, layout: Tile(torch.arange(start, end)), convert_layout=lambda x, layout: x,

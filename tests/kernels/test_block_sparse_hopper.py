@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
-from diffsieve.errors import BackendUnavailableError
+from diffsieve.errors import BackendUnavailableError, UserInputError
 from diffsieve.kernels import testing
 from diffsieve.kernels.block_sparse import BACKENDS, backends, block_sparse_attention, choose_backend
-from tests.kernels.compiling import SHARED_MEMORY, compile_launch, launches_of
+from tests.kernels.compiling import SHARED_MEMORY, Compiled, compile_launch, launches_of
 from tests.kernels.gluon_emulator import DeadlockError, Machine
 from tests.kernels.hopper_cases import BASE, HOPPER_CASES
 
@@ -43,12 +43,12 @@ class Emulated:
         return lambda *args, **kwargs: self.machine.launch(self.kernel, grid, args, kwargs)
 
 
-def emulate(inputs: testing.AttentionInputs, block_size: int, kernel: Emulated, tile: Any = None) -> Any:
+def emulate(inputs: testing.AttentionInputs, block_size: int, kernel: Emulated, tile: Any = None, **more: Any) -> Any:
     from diffsieve.kernels.block_sparse import hopper_backend
 
     options = {"block_size": block_size, "scale": inputs.query.shape[-1] ** -0.5, "return_lse": True, "tile": tile}
     with mock.patch.object(hopper_backend, "block_sparse_fwd_hopper_kernel", kernel), testing.poisoned_memory():
-        return hopper_backend.block_sparse_attention_hopper(*inputs.tensors(), **options)
+        return hopper_backend.block_sparse_attention_hopper(*inputs.tensors(), **options, **more)
 
 
 def check(inputs: testing.AttentionInputs, block_size: int, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -69,18 +69,53 @@ def test_emulated_error_is_at_most_twice_that_of_dense_attention(case, dtype):
     assert out.stride() == torch.empty_like(inputs.query).stride()
 
 
-@pytest.mark.parametrize("in_registers", [True, False], ids=["registers", "shared"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize(("consumers", "block_n"), [(1, 64), (1, 128), (2, 64), (2, 128)])
-def test_emulated_tiles(consumers, block_n, stages, in_registers):
+def test_emulated_tiles(consumers, block_n, stages):
     from diffsieve.kernels.block_sparse.hopper_backend import HopperTile
 
-    tile = HopperTile(consumers, block_n, stages, in_registers)
-    for length in (1000, 1090):  # the last block holds 104 or 66 keys: two steps of 64
+    tile = HopperTile(consumers, block_n, stages, query_in_registers=stages != 2)
+    for length in (936, 1001):  # the last block holds 40 keys, one step of 64, or 105, two
         case = replace(BASE, len_q=200, len_k=length, density=1.0, heads=1, kv_heads=1)
         inputs = testing.make_inputs(case, dtype=torch.bfloat16)
         for seed in range(2):
             check(inputs, 128, *emulate(inputs, 128, Emulated(seed), tile))
+
+
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_emulated_fixed_stabiliser(case):
+    inputs = testing.make_inputs(case, dtype=torch.bfloat16)
+    check(inputs, case.block_size, *emulate(inputs, case.block_size, Emulated(0), fixed_stabiliser=True))
+
+
+def test_the_fixed_stabiliser_computes_only_flagged_programs_again():
+    inputs = testing.make_inputs(replace(BASE, density=1.0), dtype=torch.bfloat16)
+    programs = 2 * 3
+    kernel = Emulated(0)
+    emulate(inputs, 128, kernel, fixed_stabiliser=True)
+    assert kernel.machine.specialised == programs
+    # The last block, which is computed first, has small logits: those of the others leave the range in one tile.
+    query, key = inputs.query.clone(), inputs.key.clone()
+    query[:, 1, 128 + 64 :] *= 40
+    key[:, :, :384] *= 8
+    inputs, kernel = replace(inputs, query=query, key=key), Emulated(0)
+    out, lse = emulate(inputs, 128, kernel, fixed_stabiliser=True)
+    check(inputs, 128, out, lse)
+    assert kernel.machine.specialised == programs + 2
+
+
+def test_a_flag_that_is_not_set_shows(tmp_path):
+    path = tmp_path / "kernel.py"
+    path.write_text(kernel_file().read_text(encoding="utf-8").replace("gl.max(b_bad, 0))", "gl.max(b_bad, 0) * 0)"))
+    inputs = testing.make_inputs(replace(BASE, gain=16.0), dtype=torch.bfloat16)
+    out, _ = emulate(inputs, 128, Emulated(0, path), fixed_stabiliser=True)
+    assert not out.isfinite().all()
+
+
+def test_the_fixed_stabiliser_needs_the_range_of_bf16():
+    inputs = testing.make_inputs(BASE, dtype=torch.float16)
+    with pytest.raises(UserInputError, match="query must be bfloat16 with fixed_stabiliser, got float16"):
+        emulate(inputs, 128, Emulated(0), fixed_stabiliser=True)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5])
@@ -129,6 +164,7 @@ MISTAKES = {
         "            mbarrier.arrive(v_empty.index(before), count=1)\n"
         "            b_acc = warpgroup_mma_wait(0, deps=[b_acc])\n",
     ),
+    "keys never released": ("            mbarrier.arrive(k_empty.index(slot), count=1)\n", ""),
     "values never released": ("            mbarrier.arrive(v_empty.index(before), count=1)\n", ""),
     "first wait for a free slot with the wrong parity": ("((t // STAGES) & 1) ^ 1", "((t // STAGES) & 1)"),
     "no wait for the values": ("            mbarrier.wait(v_full.index(before), ((t - 1) // STAGES) & 1)\n", ""),
@@ -166,7 +202,7 @@ def test_the_emulator_sees_mistakes(mistake, tmp_path):
         try_seeds()
 
 
-def launch(dtype: str, dim: int, block_size: int, tile: Any = None) -> tuple[Any, tuple, dict]:
+def launches(dtype: str, dim: int, block_size: int, **more: Any) -> list[tuple[Any, tuple, dict]]:
     from diffsieve.kernels.block_sparse import hopper_backend
 
     case = replace(BASE, dim=dim, block_size=block_size, len_q=512, len_k=512, variable=True)
@@ -174,11 +210,10 @@ def launch(dtype: str, dim: int, block_size: int, tile: Any = None) -> tuple[Any
 
     def run() -> None:
         hopper_backend.block_sparse_attention_hopper(
-            *inputs.tensors(), block_size=block_size, scale=0.1, return_lse=True, tile=tile
+            *inputs.tensors(), block_size=block_size, scale=0.1, return_lse=True, **more
         )
 
-    (recorded,) = launches_of(hopper_backend, run)
-    return recorded
+    return launches_of(hopper_backend, run)
 
 
 needs_compiler = pytest.mark.skipif(
@@ -188,11 +223,20 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [64, 128, 256])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_compiles_without_spills_or_serialised_products(dim, block_size, dtype):
-    compiled = compile_launch(*launch(dtype, dim, block_size), 90)
+@pytest.mark.parametrize(
+    ("dim", "block_size", "form"),
+    [(dim, 128, form) for dim in (64, 128) for form in ("bf16", "fp16", "bf16-fixed")]
+    + [(64, 64, "fp16"), (128, 64, "bf16-fixed"), (128, 256, "bf16")],
+)
+def test_compiles_without_spills_or_serialised_products(dim, block_size, form):
+    dtype, fixed = form[:4], form.endswith("fixed")
+    recorded = launches(dtype, dim, block_size, fixed_stabiliser=fixed)
+    assert len(recorded) == 1 + fixed
+    for one in recorded:
+        check_compiled(compile_launch(*one, 90), 1 if block_size == 64 else 2)
+
+
+def check_compiled(compiled: Compiled, consumers: int) -> None:
     assert compiled.spills == 0
     assert compiled.serialised == []
     assert compiled.unwritten == []
@@ -205,7 +249,7 @@ def test_compiles_without_spills_or_serialised_products(dim, block_size, dtype):
         x for x in lines if x.startswith(("bar.sync", "barrier.sync", "wgmma.wait_group")) or ".arrive.shared" in x
     ]
     arrivals = [i for i, mark in enumerate(marks) if "mbarrier.arrive" in mark]
-    assert len(arrivals) == 3 * (1 if block_size == 64 else 2)
+    assert len(arrivals) == 3 * consumers
     for i in arrivals:
         assert marks[i - 1].startswith("bar")
         assert marks[i - 2].startswith("wgmma.wait_group")
@@ -216,7 +260,8 @@ def test_compiles_without_spills_or_serialised_products(dim, block_size, dtype):
 def test_a_tile_that_is_too_large_is_seen_to_spill():
     from diffsieve.kernels.block_sparse.hopper_backend import HopperTile
 
-    compiled = compile_launch(*launch("bf16", 64, 256, HopperTile(2, 256, 2)), 90)
+    (one,) = launches("bf16", 64, 256, tile=HopperTile(2, 256, 2))
+    compiled = compile_launch(*one, 90)
     assert compiled.spills > 0
     assert compiled.serialised
 
@@ -324,6 +369,21 @@ def test_large_activations_on_a_gpu(dim, gain):
     with testing.poisoned_memory():
         out, lse = block_sparse_attention(*inputs.tensors(), block_size=128, return_lse=True, backend="hopper")
     check(inputs, 128, out, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_fixed_stabiliser_on_a_gpu(case):
+    from diffsieve.kernels.block_sparse.hopper_backend import block_sparse_attention_hopper
+
+    inputs = testing.make_inputs(case, dtype=torch.bfloat16, device="cuda")
+    options = {"block_size": case.block_size, "scale": case.dim**-0.5, "return_lse": True, "fixed_stabiliser": True}
+    with testing.poisoned_memory():
+        out, lse = block_sparse_attention_hopper(*inputs.tensors(), **options)
+        again, _ = block_sparse_attention_hopper(*inputs.tensors(), **options)
+    check(inputs, case.block_size, out, lse)
+    assert torch.equal(out, again)
 
 
 @pytest.mark.gpu

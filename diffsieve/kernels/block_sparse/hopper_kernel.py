@@ -27,6 +27,10 @@ barrier's phase is the parity of that number:
   step: the loop of the consumer is not entered.
 - An arrival is made by one thread, after a barrier over its warpgroup that the compiler sets before it: all warps have
   ended their part of the product then.
+
+FIXED_STABILISER keeps the row maxima of the first step for good, in bf16 only: nothing is rescaled, the true maximum is
+no smaller, so no row sum falls below 1. Where later logits lie so far above that a sum leaves its range, the tile gets
+a flag, and a second launch with ONLY_FLAGGED computes the programs of such tiles exactly.
 """
 
 # Gluon's own types stand in no signature: tensors, scalars and shared memory are told apart by name.
@@ -46,6 +50,7 @@ TILE_ROWS = 64
 
 _ROWS = gl.constexpr(TILE_ROWS)
 _LN_2 = gl.constexpr(0.6931471805599453)
+_MAX_SUM = gl.constexpr(2.0**100)
 # Registers per thread of the roles, as multiples of 8: 2 x 240 + 24 fit in what three warpgroups get (504).
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _PRODUCER_REGISTERS = gl.constexpr(24)
@@ -95,10 +100,10 @@ def _copy(source, smem, full, empty, t, batch, head, start, STAGES: gl.constexpr
 
 @gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
-    out, lse, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
+    out, lse, flags, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
     steps, first_keys, batch, head, batch_head, row, len_q, scale_log2,
     TILE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    QUERY_IN_REGISTERS: gl.constexpr, STORE_LSE: gl.constexpr,
+    QUERY_IN_REGISTERS: gl.constexpr, STORE_LSE: gl.constexpr, FIXED_STABILISER: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 queries: the product with the next keys runs beside that with the values of the step before."""
     DTYPE: gl.constexpr = q_smem.dtype
@@ -146,15 +151,18 @@ def _consume(  # type: ignore[no-untyped-def]
             # Products end in the order of their issue: with one left, the logits are there.
             b_s = warpgroup_mma_wait(1, deps=[b_s])
             mbarrier.arrive(k_empty.index(slot), count=1)
-            b_new = gl.maximum(b_max, gl.max(b_s, 1) * scale_log2)
+            b_new = b_max
+            if not FIXED_STABILISER:
+                b_new = gl.maximum(b_max, gl.max(b_s, 1) * scale_log2)
+                b_alpha = gl.exp2(b_max - b_new)
+                b_part = b_part * gl.convert_layout(b_alpha, PART_ROWS)[:, None]
             b_p = gl.exp2(b_s * scale_log2 - b_new[:, None])
-            b_alpha = gl.exp2(b_max - b_new)
-            b_part = b_part * gl.convert_layout(b_alpha, PART_ROWS)[:, None]
             b_part += gl.sum(b_p.reshape([_ROWS, BLOCK_N // 8, 8]), 1)
             b_max = b_new
             b_acc = warpgroup_mma_wait(0, deps=[b_acc])
             mbarrier.arrive(v_empty.index(before), count=1)
-            b_acc = b_acc * gl.convert_layout(b_alpha, O_ROWS)[:, None]
+            if not FIXED_STABILISER:
+                b_acc = b_acc * gl.convert_layout(b_alpha, O_ROWS)[:, None]
             b_w = gl.convert_layout(b_p.to(DTYPE), P_LAYOUT)
         final = steps - 1
         mbarrier.wait(v_full.index(final % STAGES), (final // STAGES) & 1)
@@ -163,6 +171,12 @@ def _consume(  # type: ignore[no-untyped-def]
         b_acc = warpgroup_mma_wait(0, deps=[b_acc])
         b_sum = gl.convert_layout(gl.sum(b_part, 1), S_ROWS)
 
+    if FIXED_STABILISER:
+        # Sums below 2^100 leave room for their reciprocals and for products with values. NaN fails both comparisons.
+        b_bad = gl.where(b_sum < _MAX_SUM, 0, 1)
+        b_bad_acc = gl.max(gl.where(gl.abs(b_acc) < float("inf"), 0, 1), 1)
+        b_bad = gl.maximum(b_bad, gl.convert_layout(b_bad_acc, S_ROWS))
+        gl.store(flags + TILE, gl.max(b_bad, 0))
     # A row without any kept block has sum 0: output 0, log-sum-exp -inf.
     b_scale = 1.0 / gl.where(b_sum == 0.0, 1.0, b_sum)
     b_acc = b_acc * gl.convert_layout(b_scale, O_ROWS)[:, None]
@@ -181,9 +195,10 @@ def _consume(  # type: ignore[no-untyped-def]
 # Lengths and list widths must not cause a new compilation, whatever they are multiples of.
 @gluon.jit(do_not_specialize=["heads_per_kv", "len_q", "len_k", "width"])
 def block_sparse_fwd_hopper_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, out, lse, block_index, block_count, scale_log2, heads_per_kv, len_q, len_k, width,
+    query, key, value, out, lse, flags, block_index, block_count, scale_log2, heads_per_kv, len_q, len_k, width,
     BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, QUERY_IN_REGISTERS: gl.constexpr, HAS_COUNT: gl.constexpr, STORE_LSE: gl.constexpr,
+    FIXED_STABILISER: gl.constexpr, ONLY_FLAGGED: gl.constexpr,
 ):  # fmt: skip
     """`query`, `key`, `value`, `out` are descriptors of (B, H, L, D) with blocks [1, 1, rows, D]; `row // 64` tiles."""
     row = gl.program_id(0) * (CONSUMERS * _ROWS)
@@ -191,6 +206,14 @@ def block_sparse_fwd_hopper_kernel(  # type: ignore[no-untyped-def]
     batch = gl.program_id(2)
     kv_head = head // heads_per_kv
     batch_head = batch.to(gl.int64) * gl.num_programs(1) + head
+    if FIXED_STABILISER or ONLY_FLAGGED:  # one flag for each tile
+        flags += (batch_head * gl.num_programs(0) + gl.program_id(0)) * CONSUMERS
+    if ONLY_FLAGGED:
+        flagged = gl.load(flags)
+        if CONSUMERS == 2:
+            flagged += gl.load(flags + 1)
+        if flagged == 0:
+            return
     list_row = batch_head * gl.cdiv(len_q, BLOCK_SIZE) + row // BLOCK_SIZE
     list_start = block_index + list_row * width
     if HAS_COUNT:
@@ -228,14 +251,14 @@ def block_sparse_fwd_hopper_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, lse, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
+                    out, lse, flags, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
                     steps, first_keys, batch, head, batch_head, row, len_q, scale_log2,
-                    0, HEAD_DIM, BLOCK_N, STAGES, QUERY_IN_REGISTERS, STORE_LSE,
+                    0, HEAD_DIM, BLOCK_N, STAGES, QUERY_IN_REGISTERS, STORE_LSE, FIXED_STABILISER,
                 )),
                 (_consume, (
-                    out, lse, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
+                    out, lse, flags, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
                     steps, first_keys, batch, head, batch_head, row, len_q, scale_log2,
-                    1, HEAD_DIM, BLOCK_N, STAGES, QUERY_IN_REGISTERS, STORE_LSE,
+                    1, HEAD_DIM, BLOCK_N, STAGES, QUERY_IN_REGISTERS, STORE_LSE, FIXED_STABILISER,
                 )),
                 (_produce, (
                     query, key, value, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
@@ -250,9 +273,9 @@ def block_sparse_fwd_hopper_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, lse, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
+                    out, lse, flags, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
                     steps, first_keys, batch, head, batch_head, row, len_q, scale_log2,
-                    0, HEAD_DIM, BLOCK_N, STAGES, QUERY_IN_REGISTERS, STORE_LSE,
+                    0, HEAD_DIM, BLOCK_N, STAGES, QUERY_IN_REGISTERS, STORE_LSE, FIXED_STABILISER,
                 )),
                 (_produce, (
                     query, key, value, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
