@@ -114,4 +114,4 @@ def test_the_shipped_continuations_are_valid(path):
 
 
 def test_there_are_shipped_continuations():
-    assert [path.name for path in SHIPPED] == ["continuation.json", "continuation_last.json"]
+    assert [path.name for path in SHIPPED] == ["continuation.json", "continuation_large.json"]
