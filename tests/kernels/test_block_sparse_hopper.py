@@ -2,7 +2,9 @@
 
 import importlib.util
 import inspect
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -264,6 +266,18 @@ def test_a_tile_that_is_too_large_is_seen_to_spill():
     compiled = compile_launch(*one, 90)
     assert compiled.spills > 0
     assert compiled.serialised
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_launches_of_all_lengths_share_one_kernel():
+    script = Path(__file__).with_name("launched_hopper.py")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    # A tile of 128 channels comes in two boxes of 64, the width of the swizzle.
+    boxes = [[1, 1, 64, 64], [1, 1, 128, 64], [1, 1, 128, 64], [1, 1, 64, 64]]
+    assert json.loads(run.stdout) == {"boxes": boxes, "launches": 3, "kernels": 1, "warps": 12}
 
 
 def test_auto_never_takes_it(monkeypatch):
