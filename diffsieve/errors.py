@@ -15,3 +15,12 @@ class UserInputError(DiffsieveError, ValueError):
 
 class BackendUnavailableError(DiffsieveError, RuntimeError):
     """A backend that was asked for by name cannot run here. The message says why and what to do."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, NumPy or PyTorch says that the memory of the CPU or of a GPU is used up."""
+    # PyTorch has a class for its own allocators of GPUs alone; the others raise a RuntimeError.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    said = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in said)

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import DiffsieveError
+from ..errors import DiffsieveError, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def explain(error: BaseException) -> DiffsieveError:
     logger.error("request %s failed", number, exc_info=error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return AppError(f"the disk of the server is full; finished runs are still there (entry {number} of the log)")
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if is_out_of_memory(error):
         return AppError(
             f"the memory does not hold this run: take fewer frames or a smaller size (entry {number} of the log)"
         )

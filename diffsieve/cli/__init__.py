@@ -8,8 +8,9 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..errors import DiffsieveError
-from .options import DEBUG_KEY
+from ..errors import DiffsieveError, is_out_of_memory
+from .memory import memory_message
+from .options import DEBUG_KEY, PARAMETERS_KEY
 
 # Commands of one step: the module's `app` holds one command.
 _COMMANDS = ("generate", "compare", "eval", "capture", "bench", "app", "info")
@@ -47,6 +48,11 @@ class _Commands(TyperGroup):
                 raise
             _fail(" ".join(str(error).split()))
             raise typer.Exit(EXIT_FAILURE) from None
+        except (MemoryError, RuntimeError) as error:
+            if ctx.meta.get(DEBUG_KEY) or not is_out_of_memory(error):
+                raise
+            _fail(memory_message(error, ctx.meta.get(PARAMETERS_KEY, ())))
+            raise typer.Exit(EXIT_FAILURE) from None
 
 
 def _fail(message: str) -> None:
@@ -82,8 +88,8 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code.
 
-    Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted. Every `DiffsieveError` and `OSError` is told in
-    one line on stderr; `--debug` shows where they were raised.
+    Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted. Every `DiffsieveError` and `OSError`, and memory
+    that ran out, is told in one line on stderr; `--debug` shows where they were raised.
 
     Args:
         arguments: the words after `diffsieve`; default `sys.argv[1:]`.

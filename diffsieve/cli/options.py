@@ -23,6 +23,7 @@ import typer
 from ..errors import UserInputError
 
 DEBUG_KEY = "diffsieve.debug"
+PARAMETERS_KEY = "diffsieve.parameters"  # names of the parameters of the command that runs
 _SHARED = frozenset({"config", "debug", "help", "json"})
 
 
@@ -43,7 +44,9 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
         raise UserInputError(f"config must be a readable TOML file, got {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserInputError(f"config must be a TOML file, got {path}: {error}") from None
-    forms = _forms(context.command.callback)
+    command = context.command.callback
+    assert command is not None  # only groups have none
+    forms = _forms(command)
     for key, value in values.items():
         if key not in forms:
             raise UserInputError(f"config {path} has an unknown key {key!r}, expected some of: {', '.join(forms)}")
@@ -85,8 +88,10 @@ def _forms(command: Callable[..., Any]) -> dict[str, tuple[bool, tuple[type, ...
 
 
 def _set_debug(context: typer.Context, debug: bool) -> bool:
+    # the dictionary is shared with the parent contexts
+    context.meta[PARAMETERS_KEY] = frozenset(parameter.name for parameter in context.command.params)
     if debug:
-        context.meta[DEBUG_KEY] = True  # the dictionary is shared with the parent contexts
+        context.meta[DEBUG_KEY] = True
         logging.basicConfig()
         logging.getLogger("diffsieve").setLevel(logging.DEBUG)
     return debug

@@ -1,5 +1,6 @@
 """The command line as a process: help, exit codes, one line for an expected error."""
 
+import importlib
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 import diffsieve
 from diffsieve import BackendUnavailableError, DiffsieveError, UserInputError
 from diffsieve.cli import info, main
+from diffsieve.errors import is_out_of_memory
 
 HEAVY = ("torch", "diffusers", "transformers", "triton", "numpy")
 
@@ -90,3 +92,79 @@ def test_an_interrupt_exits_with_130(monkeypatch, capsys):
     monkeypatch.setattr(info, "collect", raiser(KeyboardInterrupt()))
     assert run_main("info") == 130
     assert capsys.readouterr().err == "diffsieve: interrupted\n"
+
+
+CPU_ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:126] . DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "107374182400 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (lambda torch: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"),
+         "the GPU (could not get 20.00 GiB)"),
+        (lambda torch: RuntimeError("MPS backend out of memory"), "the GPU"),
+        (lambda torch: RuntimeError(CPU_ALLOCATOR), "the CPU (could not get 100.00 GiB)"),
+        (lambda torch: MemoryError(), "the CPU"),
+    ],
+    ids=["gpu", "mps", "cpu", "python"],
+)  # fmt: skip
+def test_memory_that_ran_out_is_one_line_with_what_to_lower(error, told, monkeypatch, capsys, tmp_path):
+    import torch
+
+    def run_out(*_args, **_kwargs):
+        raise error(torch)
+
+    # as a module: the package has a function of its name
+    monkeypatch.setattr(importlib.import_module("diffsieve.compare.generate"), "load_pipeline", run_out)
+    out = tmp_path / "out"
+    assert run_main("generate", "--out", str(out), "--prompt", "a cat") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1] == (
+        f"diffsieve: out of memory on {told}: lower --frames, --height or --width, or give --dtype bfloat16 if the "
+        "model runs in float32; what was finished before is whole"
+    )
+    assert "Traceback" not in captured.err
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_in_the_middle_leaves_whole_files_only(monkeypatch, capsys, tmp_path):
+    module = importlib.import_module("diffsieve.compare.generate")
+    real, seeds = module.generate_clip, []
+
+    def run_out_at_the_second(*args, seed, **options):
+        seeds.append(seed)
+        if len(seeds) == 2:
+            raise RuntimeError(CPU_ALLOCATOR)
+        return real(*args, seed=seed, **options)
+
+    monkeypatch.setattr(module, "generate_clip", run_out_at_the_second)
+    sizes = ("--frames", "5", "--height", "32", "--width", "32", "--steps", "2")
+    assert run_main("generate", "--out", str(tmp_path), "--prompt", "a cat", "--seed", "0", "--seed", "1", *sizes) == 1
+    assert "out of memory on the CPU" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["001-a-cat-seed0.mp4"]
+
+
+def test_the_cpu_allocator_really_says_so():
+    import torch
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_debug_shows_where_memory_ran_out(monkeypatch):
+    monkeypatch.setattr(info, "collect", raiser(MemoryError("here")))
+    with pytest.raises(MemoryError, match="here"):
+        main(["info", "--debug"])
+    assert run_main("info") == 1
+
+
+def test_another_runtime_error_is_not_hidden(monkeypatch):
+    monkeypatch.setattr(info, "collect", raiser(RuntimeError("a defect")))
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(["info"])
