@@ -59,6 +59,10 @@ class StepClock:
         clock.generation = self.generation
         return clock
 
+    def __reduce__(self) -> tuple[type["StepClock"], tuple[()], dict[str, Any]]:
+        # A pickled transformer must not carry the whole pipeline with it: what comes back counts as one on its own.
+        return StepClock, (), {"generation": self.generation, "source": self.source}
+
     @property
     def has_pipeline(self) -> bool:
         """Whether there is a pipeline and it is still alive."""

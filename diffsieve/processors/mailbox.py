@@ -49,7 +49,12 @@ class ContextMailbox:
         self._transformer, self._blocks = transformer, blocks
         hook = _ContextHook(clock)
         self._slot = hook.slot
+        bare = "forward" not in blocks.__dict__
         HookRegistry.check_if_exists_or_initialize(blocks).register_hook(hook, _HOOK_NAME)
+        if bare:
+            # the wrapper around a `forward` that nobody calls would keep the model from being pickled
+            del blocks.__dict__["forward"]
+            hook.fn_ref.forward = None
         self._forget_cached_registries()
 
     @property

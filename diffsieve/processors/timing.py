@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -39,6 +40,9 @@ class StageTimer:
             self._add(name, start.elapsed_time(end) / 1e3)
         self._events.clear()
         return dict(self._seconds)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"device": self.device, "_seconds": self.seconds(), "_events": []}  # events belong to their process
 
     def _add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

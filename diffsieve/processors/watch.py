@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-# Where a transformer holds its controller. Copied with it by `copy.deepcopy`.
+# Where a transformer holds its controller. Copied and pickled with it.
 CONTROLLER = "_diffsieve_controller"
 
 
@@ -20,10 +20,12 @@ def watch_forwards(transformer: nn.Module) -> RemovableHandle:
     The controller is looked up at each call: a deep copy of the transformer shares the hook, but must run by its own
     copy of the controller instead of driving the layers of the original.
     """
-    # Compiled callers must not trace this: it reads Python state that changes every step.
-    return transformer.register_forward_pre_hook(torch.compiler.disable(_before_forward), with_kwargs=True)
+    return transformer.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
 
+# Compiled callers must not trace this: it reads Python state that changes every step. A name of the module, so that a
+# pickled transformer can refer to it.
+@torch.compiler.disable
 def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     controller: _Watcher | None = module.__dict__.get(CONTROLLER)
     named = dict(zip(("hidden_states", "timestep"), args, strict=False)) | kwargs
