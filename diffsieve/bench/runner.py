@@ -169,6 +169,7 @@ class _Run:
         if not todo or (self.begun and self.deadline.passed):
             return
         self.deadline.begin()
+        torch._dynamo.reset()  # a kernel compiled for too many sizes is not compiled for the next
         state = None
         try:
             state = problem.build()

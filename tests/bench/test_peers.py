@@ -70,7 +70,7 @@ def _inputs(peer):
 def test_packages(monkeypatch, peer):
     monkeypatch.setattr(room, "import_module", MODULES.__getitem__)
     inputs = _inputs(peer)
-    assert passes(check_output(inputs, BLOCK, peer.make(inputs, BLOCK)))
+    assert passes(check_output(inputs, BLOCK, peer.make(inputs, BLOCK), poisoned=False))
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_flex_attention():
     """Compiled, since eager code does not look at the lists."""
     peer = next(peer for peer in room.PEERS if peer.name == "FlexAttention")
     inputs = _inputs(peer)
-    assert passes(check_output(inputs, BLOCK, peer.make(inputs, BLOCK)))
+    assert passes(check_output(inputs, BLOCK, peer.make(inputs, BLOCK), poisoned=False))
 
 
 def test_a_package_that_computes_something_else_gets_no_figure(monkeypatch):
@@ -87,4 +87,4 @@ def test_a_package_that_computes_something_else_gets_no_figure(monkeypatch):
     monkeypatch.setattr(room, "import_module", modules.__getitem__)
     peer = next(peer for peer in room.PEERS if peer.package == "fa3-fwd")
     inputs = _inputs(peer)
-    assert not passes(check_output(inputs, BLOCK, peer.make(inputs, BLOCK)))
+    assert not passes(check_output(inputs, BLOCK, peer.make(inputs, BLOCK), poisoned=False))

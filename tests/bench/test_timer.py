@@ -68,17 +68,24 @@ def on_gpu(monkeypatch):
 def test_calls_take_turns_on_a_cpu(on_cpu):
     order = []
     sample, rivals = on_cpu.eager(lambda: order.append("call"), {"dense": lambda: order.append("dense")})
-    assert order[:4] == ["call", "dense"] * 2
-    assert order.count("call") == order.count("dense") == sample["repeats"] + 1
+    turns = 2 * sample["repeats"]
+    assert order[-turns:] == ["call", "dense"] * sample["repeats"]
+    assert len(order) >= turns + 2
     assert rivals.keys() == {"dense"}
     assert sample["ms_p10"] <= sample["ms"] <= sample["ms_p90"]
+
+
+def test_a_first_call_that_compiles_does_not_set_the_repeats(on_cpu):
+    compiling = [0.1]
+    sample, _ = on_cpu.eager(lambda: time.sleep(compiling.pop()) if compiling else None)
+    assert sample["repeats"] > 3
 
 
 def test_repeats_fit_the_budget(on_cpu):
     slow, _ = on_cpu.eager(lambda: time.sleep(0.02))
     fast, _ = on_cpu.eager(lambda: None)
     assert slow["repeats"] == 3
-    assert fast["repeats"] == 200
+    assert fast["repeats"] > 3
     assert slow["ms"] >= 20 > fast["ms"]
 
 

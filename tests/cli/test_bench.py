@@ -53,7 +53,7 @@ def test_wrong_arguments(tmp_path, arguments, message):
 def test_a_failed_check_is_exit_code_1(tmp_path, monkeypatch):
     from diffsieve.bench.operations import block_sparse
 
-    monkeypatch.setattr(block_sparse, "check_output", lambda *args: {"error": 1.0, "bound": 0.1})
+    monkeypatch.setattr(block_sparse, "check_output", lambda *args, **options: {"error": 1.0, "bound": 0.1})
     result = run("block-sparse", *TINY, "--out", str(tmp_path))
     assert result.exit_code == 1
     assert "no figure" in result.output

@@ -85,7 +85,7 @@ def _inputs(config: BenchConfig, grid: Grid) -> AttentionInputs:
 def _dense(config: BenchConfig, peer: Peer) -> Variant:
     def prepare(inputs: AttentionInputs) -> Prepared:
         call = peer.make(inputs, config.block_size)
-        return Prepared(call, partial(check_output, inputs, config.block_size, call))
+        return Prepared(call, partial(check_output, inputs, config.block_size, call, poisoned=False))
 
     details = {"method": peer.name, "sparsity": None}
     return Variant(peer.name, prepare, details, baseline=is_baseline(peer, config), peer=True)
