@@ -24,7 +24,9 @@ def replace_folder(out: Path, write: Callable[[Path], object], *, max_bytes: int
     Raises:
         DiffsieveError: the folder would be larger than `max_bytes`; nothing is replaced then.
     """
-    partial = out.with_name(f".{out.name}.part")
+    partial, old = out.with_name(f".{out.name}.part"), out.with_name(f".{out.name}.old")
+    if old.exists() and not out.exists():  # an earlier call was killed between the two renames
+        os.replace(old, out)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -34,13 +36,14 @@ def replace_folder(out: Path, write: Callable[[Path], object], *, max_bytes: int
             path.chmod(0o755 if path.is_dir() else 0o644)
         size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
         if max_bytes is not None and size > max_bytes:
-            raise DiffsieveError(f"the model folder must have at most {max_bytes} bytes, got {size}")
-        old = out.with_name(f".{out.name}.old")
+            raise DiffsieveError(f"the folder {out.name} must have at most {max_bytes} bytes, got {size}")
         shutil.rmtree(old, ignore_errors=True)
         if out.exists():
             os.replace(out, old)
         os.replace(partial, out)
         shutil.rmtree(old, ignore_errors=True)
     finally:
+        if old.exists() and not out.exists():  # broken off between the two renames
+            os.replace(old, out)
         shutil.rmtree(partial, ignore_errors=True)
     return size
