@@ -31,7 +31,8 @@ class Compiled:
 
     `unwritten` holds the instructions that read a uniform register before any instruction writes it. There should be
     none: addresses of operands of tensor cores stand in these registers, and the assembler of CUDA 12.8 has been seen
-    to lose such a write. `serialised` holds the assembler's warnings that products of wgmma have to run one by one.
+    to lose such a write. `serialised` holds the assembler's warnings that products of wgmma have to run one by one, and
+    `overwritten` the instructions that write to a register which a product of wgmma under way still uses.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Compiled:
     ptx: str
     unwritten: list[str]
     serialised: list[str]
+    overwritten: list[str]
 
 
 class _Recorder:
@@ -102,9 +104,11 @@ def compile_launch(kernel: Any, args: tuple, kwargs: dict, arch: int) -> Compile
     options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spills, serialised = _resources(compiled.asm["ptx"])
-    unwritten = reads_before_writes(_disassemble(compiled.asm["cubin"]))
-    shared, ptx = compiled.metadata.shared, compiled.asm["ptx"]
-    return Compiled(kernel.__name__, shared, registers, spills, ptx, unwritten, serialised)
+    code = _disassemble(compiled.asm["cubin"])
+    return Compiled(
+        kernel.__name__, compiled.metadata.shared, registers, spills, compiled.asm["ptx"],
+        reads_before_writes(code), serialised, writes_under_products(code),
+    )  # fmt: skip
 
 
 def _tool(name: str) -> str:
@@ -142,6 +146,37 @@ def reads_before_writes(code: str) -> list[str]:
             written.update(map(int, reads))
         if target is not None:
             written.update({int(target[1]), int(target[1]) + (".64" in name or ".WIDE" in name)})
+    return found
+
+
+def writes_under_products(code: str) -> list[str]:
+    """Instructions of a kernel in machine code that write to a register of a product of wgmma before its wait.
+
+    Products end in groups, in order; a wait leaves the last few groups under way. Taken in the order of addresses.
+    """
+    groups: list[set[int]] = [set()]
+    found = []
+    for line in code.splitlines():
+        match = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]+)\s*(.*?)\s*;", line)
+        if match is None:
+            continue
+        name, operands = match[1], [operand.strip() for operand in match[2].split(",")]
+        registers = [int(x[1]) if (x := re.match(r"R(\d+)\b", operand)) else None for operand in operands]
+        if name.startswith("HGMMA"):
+            columns = re.search(r"\.64x(\d+)x", name)
+            assert columns is not None
+            for first, width in zip(registers[:2], (int(columns[1]) // 2, 4), strict=True):
+                groups[-1].update(range(first, first + width) if first is not None else ())
+            if "gsb0" in operands:
+                groups.append(set())
+        elif name == "WARPGROUP.DEPBAR.LE":
+            under_way = int(operands[1], 16)
+            groups = groups[len(groups) - 1 - under_way :] if under_way < len(groups) else groups
+        elif registers[0] is not None and not name.startswith(("ST", "RED", "SYNCS", "BAR")):
+            wide = re.search(r"\.(64|128|WIDE|M88\.[24])", name)
+            width = {"64": 2, "WIDE": 2, "M88.2": 2, "128": 4, "M88.4": 4}[wide[1]] if wide else 1
+            if any(set(range(registers[0], registers[0] + width)) & group for group in groups):
+                found.append(" ".join([name, match[2]]))
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from diffsieve.errors import BackendUnavailableError, UserInputError
 from diffsieve.kernels import testing
 from diffsieve.kernels.block_sparse import BACKENDS, backends, block_sparse_attention, choose_backend
-from tests.kernels.compiling import SHARED_MEMORY, Compiled, compile_launch, launches_of
+from tests.kernels.compiling import SHARED_MEMORY, Compiled, compile_launch, launches_of, writes_under_products
 from tests.kernels.gluon_emulator import DeadlockError, Machine
 from tests.kernels.hopper_cases import BASE, HOPPER_CASES
 
@@ -242,6 +242,7 @@ def check_compiled(compiled: Compiled, consumers: int) -> None:
     assert compiled.spills == 0
     assert compiled.serialised == []
     assert compiled.unwritten == []
+    assert compiled.overwritten == []
     assert compiled.shared <= SHARED_MEMORY[90]
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.4d", "setmaxnreg"):
         assert instruction in compiled.ptx
@@ -255,6 +256,21 @@ def check_compiled(compiled: Compiled, consumers: int) -> None:
     for i in arrivals:
         assert marks[i - 1].startswith("bar")
         assert marks[i - 2].startswith("wgmma.wait_group")
+
+
+def test_writes_to_registers_of_products_under_way_are_found():
+    code = """
+        /*0100*/                   HGMMA.64x16x16.F32.BF16 R24, R180, gdesc[UR16], RZ, !UPT, gsb0 ;
+        /*0110*/                   HGMMA.64x16x16.F32.BF16 R40, R184, gdesc[UR16].tnspB, R40, gsb0 ;
+        /*0120*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0130*/                   FMUL R24, R24, R2 ;
+        /*0140*/              @!P0 MOV R187, R3 ;
+        /*0150*/                   CS2R R38, SRZ ;
+        /*0160*/                   LDS.128 R38, [R2] ;
+        /*0170*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0180*/                   MOV R187, R3 ;
+"""
+    assert writes_under_products(code) == ["MOV R187, R3", "LDS.128 R38, [R2]"]
 
 
 @pytest.mark.slow
