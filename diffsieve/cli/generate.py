@@ -28,7 +28,8 @@ def generate(
         str,
         typer.Option(
             "--method",
-            help="ba-att, llsa, or dense for the pipeline as it is. auto: ba-att; a pixel DiT attends as trained.",
+            help="ba-att, llsa, or dense for the pipeline as it is, without the flags below. auto: ba-att; a pixel DiT "
+            "attends as trained.",
             rich_help_panel="Method",
         ),
     ] = "auto",

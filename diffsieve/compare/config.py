@@ -112,6 +112,8 @@ class RunConfig:
         known = (*METHODS, *self._without_method)
         if self.method not in known:
             raise UserInputError(f"method must be one of {', '.join(known)}, got {self.method!r}")
+        if self.method == DENSE:
+            self._refuse_sparse()
         # The method checks what it is given. Where the model decides, an argument of one method is checked by that one.
         chosen = ("llsa" if self.topk is not None else DEFAULT_METHOD) if self.method == AUTO else self.method
         if chosen in METHODS:
@@ -125,6 +127,14 @@ class RunConfig:
             raise UserInputError(
                 f"warmup must be a whole number of steps, or a share of them as a float in [0, 1], got {value!r}"
             )
+
+    def _refuse_sparse(self) -> None:
+        names = ("preset", "sparsity", "topk", "warmup", "block_size", "min_tokens")
+        given = [name for name in names if getattr(self, name) is not None]
+        given += ["backend"] if self.backend != "auto" else []
+        if given:
+            shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
+            raise UserInputError(f"{', '.join(given)} must be left out for method dense, got {shown}")
 
     def filled(self, defaults: GenerationDefaults) -> Self:
         """Return a copy in which the model's defaults stand for every `None` that concerns the model."""
@@ -169,8 +179,9 @@ class CompareConfig(RunConfig):
 class GenerateConfig(RunConfig):
     """Arguments of `generate`.
 
-    `method` may also be `"dense"`, which leaves the pipeline as it is, or `"auto"`: BA-Att for clips, and the model's
-    own attention for a model of pictures.
+    `method` may also be `"dense"`, which leaves the pipeline as it is and takes none of `preset`, `sparsity`, `topk`,
+    `warmup`, `block_size`, `min_tokens` and `backend`; or `"auto"`: BA-Att for clips, and the model's own attention for
+    a model of pictures.
     """
 
     _without_method: ClassVar[tuple[str, ...]] = (DENSE, AUTO)

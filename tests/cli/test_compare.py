@@ -141,7 +141,14 @@ def test_mistakes_are_one_line_and_leave_nothing(model, tmp_path, capsys, comman
 def test_generate_prints_a_table_or_json(model, tmp_path, capsys):
     assert run_main(arguments("generate", model, tmp_path / "a", "--prompt", "a cat")) == 0
     assert "001-a-cat-seed0.mp4" in capsys.readouterr().out
-    assert run_main(arguments("generate", model, tmp_path / "b", "--prompt", "a cat", "--json", method="dense")) == 0
+    dense = arguments("generate", model, tmp_path / "b", "--prompt", "a cat", "--json", "--method", "dense")
+    assert run_main(dense) == 1
+    told = capsys.readouterr().err
+    assert "warmup, block_size, min_tokens must be left out for method dense" in told
+    for name in ("--warmup", "--block-size", "--min-tokens"):
+        place = dense.index(name)
+        del dense[place : place + 2]
+    assert run_main(dense) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["clips"][0]["file"] == "001-a-cat-seed0.mp4"
     assert (tmp_path / "b" / "001-a-cat-seed0.mp4").is_file()

@@ -49,8 +49,16 @@ def test_wrong_arguments_are_named(changes, message):
         CompareConfig(**changes)
 
 
-def test_generate_may_be_dense():
-    assert GenerateConfig(method="dense", sparsity=0.5).method == "dense"
+SPARSE = {"preset": "paper", "sparsity": 0.5, "topk": 4, "warmup": 2, "block_size": 64, "min_tokens": 0}
+
+
+def test_generate_may_be_dense_without_what_makes_it_sparse():
+    assert GenerateConfig(method="dense").sparsity is None
+    for name, value in {**SPARSE, "backend": "torch"}.items():
+        with pytest.raises(UserInputError, match=f"{name} must be left out for method dense, got {name}={value!r}"):
+            GenerateConfig(method="dense", **{name: value})
+    with pytest.raises(UserInputError, match=r"sparsity, warmup must be left out .* got sparsity=0.5, warmup=2"):
+        GenerateConfig(method="dense", warmup=2, sparsity=0.5)
     with pytest.raises(UserInputError, match="method must be one of ba-att, llsa, dense"):
         GenerateConfig(method="magic")
 

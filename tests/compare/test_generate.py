@@ -27,8 +27,9 @@ def test_sparse_clips_and_a_report(pipe, config):
     assert {report.run for report in seen} == {"sparse"}
 
 
-def test_dense_leaves_the_pipeline_as_it_is(pipe, config):
-    report = generate(dataclasses.replace(config, method="dense"), pipe=pipe)
+def test_dense_leaves_the_pipeline_as_it_is(pipe, tmp_path):
+    settings = {name: value for name, value in SMALL.items() if name not in ("warmup", "block_size", "min_tokens")}
+    report = generate(GenerateConfig(**settings, method="dense", out=tmp_path / "out"), pipe=pipe)
     assert report["clips"][0]["sparsity"] is None
     assert report["settings"]["attention"] is None
 
