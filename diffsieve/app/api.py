@@ -8,10 +8,11 @@ from typing import Any
 
 import gradio as gr
 
+from .controls import SWEEPS
 from .events import MODEL_QUEUE, owner_of, told
 from .handlers import Handlers
-from .limits import Request, parse_percentages
-from .page import SWEEP, Page
+from .limits import Request, parse_sweep
+from .page import Page
 from .store import Run
 
 _CLIPS = ("dense", "sparse", "side_by_side")
@@ -27,18 +28,21 @@ def add_api(page: Page, handlers: Handlers) -> None:
         return *(_published(run, key) for key in _CLIPS), {"id": run.id, "report": run.report}
 
     def sweep(*arguments: Any) -> dict[str, Any]:
-        *values, sparsities, request, progress = arguments
+        *values, swept, request, progress = arguments
         with told():
-            runs = handlers.sweep(
-                Request(*values), parse_percentages(sparsities), owner=owner_of(request), tell=_teller(progress)
-            )
+            asked = Request(*values)
+            numbers = parse_sweep(swept, asked.method)
+            runs = handlers.sweep(asked, numbers, owner=owner_of(request), tell=_teller(progress))
         return {"runs": [{"id": run.id, "report": run.report} for run in runs]}
 
     def attention(run_id: Any, layer: Any, step: Any, head: Any, frame: Any, row: Any, column: Any) -> tuple[Any, ...]:
         with told():
             spot = handlers.spot_view(run_id, layer, step, head, (frame, row, column))
             mask = handlers.mask_view(run_id, layer, step, head)
-        return mask, spot.picture, {"attended": spot.attended, "tokens": spot.tokens}
+        counts: dict[str, Any] = {"attended": spot.attended, "tokens": spot.tokens}
+        if spot.means:
+            counts["means"] = {str(size): count for size, count in spot.means}
+        return mask, spot.picture, counts
 
     def masks(run_id: Any) -> dict[str, Any]:
         with told():
@@ -61,12 +65,12 @@ def add_api(page: Page, handlers: Handlers) -> None:
         caller = gr.Button()
         clips = [gr.File(label=key) for key in _CLIPS]
         answer = gr.JSON(label="report")
-        swept = gr.Textbox(SWEEP, label="sparsities, %")
+        swept = gr.Textbox(SWEEPS["ba-att"], label="sparsities, %, or numbers of top k")
         run_id, layer = gr.Textbox(label="run"), gr.Textbox(label="layer")
         numbers = [gr.Number(label=name, precision=0) for name in ("step", "head", "frame", "row", "column")]
         pictures = [gr.Image(label=name, type="pil", format="png") for name in ("mask", "attended")]
         ask = page.ask.list()
-        more = Parameter("sparsities", Parameter.POSITIONAL_OR_KEYWORD, default=SWEEP)
+        more = Parameter("values", Parameter.POSITIONAL_OR_KEYWORD, default=SWEEPS["ba-att"])
         caller.click(_named(compare), ask, [*clips, answer], api_name="compare", preprocess=False, **MODEL_QUEUE)
         caller.click(
             _named(sweep, more),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 import gradio as gr
 
 from . import views
+from .controls import method_controls, model_controls, subject_controls, sweep_controls
 from .errors import AppError, CancelledError, explain
 from .handlers import Handlers, Spot
-from .limits import Request, parse_percentages
+from .limits import Request, parse_sweep
 from .page import Page
 from .snippet import python_lines
 from .store import Run
@@ -23,13 +24,15 @@ from .streaming import Done, stream
 # All events that use a model share one place in the queue.
 MODEL_QUEUE: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
 _FILES = {
-    "dense": "Dense clip",
-    "sparse": "Sparse clip",
+    "dense": "Dense {what}",
+    "sparse": "Sparse {what}",
     "side_by_side": "Side by side",
     "difference_clip": "Difference",
+    "difference_map": "Difference",
     "difference": "Difference picture",
     "mask": "Block mask",
     "masks": "All block masks",
+    "selections": "All chosen keys",
     "report": "Report",
 }
 
@@ -61,14 +64,15 @@ class _Events:
             page.cancel.click(self.on_cancel, None, [page.status, page.run, page.cancel, page.sweep_run], queue=False,
                               cancels=started, **private)  # fmt: skip
             page.blocks.unload(self.on_leave)
-            page.examples.click(
-                self.on_example, page.examples, [*shown, *ask.list()], show_progress="hidden", **private
-            )
-            ask.model.input(self.on_load, ask.model, [page.status, *ask.list()], show_progress_on=page.status,
-                            show_progress="minimal", **MODEL_QUEUE, **private)  # fmt: skip
+            opened = [*shown, page.sweep_values, *ask.list()]
+            page.examples.click(self.on_example, page.examples, opened, show_progress="hidden", **private)
+            ask.model.input(self.on_load, ask.model, [page.status, page.sweep_values, *ask.list()],
+                            show_progress_on=page.status, show_progress="minimal", **MODEL_QUEUE,
+                            **private)  # fmt: skip
 
-            own = [ask.preset, ask.sparsity, ask.warmup, ask.min_tokens, ask.topk, ask.block_size]
-            ask.method.input(self.on_method, ask.method, own, show_progress="hidden", queue=False, **private)
+            own = [getattr(ask, name) for name in method_controls("ba-att", None)]
+            ask.method.input(self.on_method, [ask.method, ask.model], [*own, page.sweep_values],
+                             show_progress="hidden", queue=False, **private)  # fmt: skip
 
             place = [page.current, attention.layer, attention.step, attention.head]
             token = [attention.frame, attention.row, attention.column]
@@ -84,7 +88,7 @@ class _Events:
             listing = [gallery.pictures, gallery.ids, gallery.left, gallery.right]
             for trigger in (page.blocks.load, page.current.change):
                 trigger(self.on_list_runs, [gallery.left, gallery.right], listing, show_progress="hidden", **private)
-            gallery.pictures.select(self.on_open, gallery.ids, [*shown, *ask.list()], show_progress="hidden", **private)
+            gallery.pictures.select(self.on_open, gallery.ids, opened, show_progress="hidden", **private)
             gallery.keep.click(
                 self.on_keep, page.current, [gallery.told, gallery.keep], show_progress="hidden", **private
             )
@@ -109,8 +113,8 @@ class _Events:
         owner = owner_of(request)
 
         def work(tell: Any) -> list[Run]:
-            sparsities = parse_percentages(values[-1])
-            return self.handlers.sweep(Request(*values[:-1]), sparsities, owner=owner, tell=tell)
+            request = Request(*values[:-1])
+            return self.handlers.sweep(request, parse_sweep(values[-1], request.method), owner=owner, tell=tell)
 
         for message in self._stream(work, owner):
             if isinstance(message, list):
@@ -161,27 +165,23 @@ class _Events:
         self.handlers.cancel(owner_of(request))
 
     def on_load(self, request: gr.Request, name: Any) -> dict[Any, Any]:
-        ask, limits = self.page.ask, self.handlers.limits
         try:
             model = self.handlers.load(name, owner=owner_of(request))
         except Exception as error:
             return {self.page.status: views.status(f"Not loaded: {explain(error)}", "bad")}
-        defaults = model.defaults
-        return {
-            self.page.status: views.status(f"{name} is loaded."),
-            ask.prompt: defaults.prompts[0],
-            ask.steps: min(defaults.steps, limits.steps),
-            ask.frames: min(defaults.frames, limits.frames),
-            ask.width: min(defaults.width, limits.side),
-            ask.height: min(defaults.height, limits.side),
-            ask.guidance: defaults.guidance_scale,
-        }
+        updates = self._updates(model_controls(model, self.handlers.limits))
+        return {self.page.status: views.status(f"{name} is loaded.")} | updates | self._sweep_field(model.method)
 
-    def on_method(self, method: Any) -> tuple[Any, ...]:
+    def on_method(self, method: Any, model: Any) -> dict[Any, Any]:
         """Show the controls of a method, with its own block size."""
-        ba_att = method != "llsa"
-        shown = [gr.update(visible=ba_att) for _ in range(4)]
-        return *shown, gr.update(visible=not ba_att), 128 if ba_att else 16
+        controls = method_controls(method, self.handlers.shelf.loaded(model))
+        return self._updates(controls) | self._sweep_field(method)
+
+    def _updates(self, controls: Mapping[str, dict[str, Any]]) -> dict[Any, Any]:
+        return {getattr(self.page.ask, name): gr.update(**properties) for name, properties in controls.items()}
+
+    def _sweep_field(self, method: Any) -> dict[Any, Any]:
+        return {self.page.sweep_values: gr.update(**sweep_controls(method, self.handlers.limits.sweep))}
 
     def on_example(self, number: Any) -> dict[Any, Any]:
         examples = [run for run in self.handlers.runs() if run.example]
@@ -198,29 +198,38 @@ class _Events:
 
     def _settings(self, run: Run) -> dict[Any, Any]:
         """Return the updates that set the controls to what a run was made with."""
-        ask, settings = self.page.ask, run.report["settings"]
-        updates = {
-            ask.prompt: run.clip["prompt"],
-            ask.negative_prompt: settings["negative_prompt"] or "",
-            ask.seed: run.clip["seed"],
-            ask.guidance: settings["guidance_scale"],
+        settings, attention = run.report["settings"], run.report["settings"]["attention"]
+        model = self.handlers.shelf.loaded(settings["model"])
+        # The classes of a model that is not loaded yet are those that are known of it.
+        classes = list(model.classes or ()) if model is not None else [run.clip["prompt"]]
+        controls = subject_controls(clips=not run.pictures, classes=classes if run.pictures else [])
+        controls |= method_controls(settings["method"], model)
+        subject = "class_name" if run.pictures else "prompt"
+        values = {
+            subject: run.clip["prompt"],
+            "negative_prompt": settings["negative_prompt"] or "",
+            "seed": run.clip["seed"],
+            "guidance": settings["guidance_scale"],
+            "block_size": attention["block_size"],
         }
-        own = (ask.preset, ask.sparsity, ask.warmup, ask.min_tokens, ask.topk)
-        llsa = settings["method"] == "llsa"
-        visible = {control: gr.update(visible=llsa == (control is ask.topk)) for control in own}
-        names = ("method", "steps", "frames", "width", "height", "block_size")
-        updates |= {getattr(ask, name): settings[name] for name in names if settings[name] is not None}
-        for name in ("topk",) if llsa else ("preset", "sparsity", "warmup", "min_tokens"):
-            if settings.get(name) is not None or name == "min_tokens":
-                visible[getattr(ask, name)] = gr.update(visible=True, value=settings.get(name))
-        updates |= visible
-        return updates | ({ask.model: settings["model"]} if settings["model"] in self.handlers.shelf.names else {})
+        values |= {name: settings[name] for name in ("method", "steps", "frames", "width", "height")}
+        if settings["method"] == "llsa":
+            values["topk"] = attention["topk"] if isinstance(attention["topk"], int) else None
+        else:
+            chosen = ("preset", "sparsity", "warmup")
+            values |= {name: settings[name] for name in chosen if settings[name] is not None}
+            values["min_tokens"] = settings["min_tokens"]
+        if settings["model"] in self.handlers.shelf.names:
+            values["model"] = settings["model"]
+        for name, value in values.items():
+            controls[name] = controls.get(name, {}) | {"value": value}
+        return self._updates(controls) | self._sweep_field(settings["method"])
 
     def _show(self, run: Run, tab: str | None = "compare") -> dict[Any, Any]:
         """Return the updates that show a run."""
         page, results = self.page, self.page.results
         label, settings = views.run_label(run), run.report["settings"]
-        difference = self.handlers.store.publish(run, "difference_clip")
+        difference = self.handlers.store.publish(run, "difference_map" if run.pictures else "difference_clip")
         end = run.clip.get("difference_scale_end")
         updates: dict[Any, Any] = {
             page.current: run.id,
@@ -249,11 +258,12 @@ class _Events:
     def _published(self, run: Run, key: str) -> Path:
         path = self.handlers.store.publish(run, key)
         if path is None:
-            raise AppError("a clip of this run is gone; run it again")
+            raise AppError(f"a {run.what} of this run is gone; run it again")
         return path
 
     def _downloads(self, run: Run) -> str:
-        found = [(label, self.handlers.store.publish(run, key)) for key, label in _FILES.items()]
+        publish = self.handlers.store.publish
+        found = [(label.format(what=run.what), publish(run, key)) for key, label in _FILES.items()]
         script = self.handlers.store.publish_text(run, "compare.py", python_lines(run.report))
         files = [(label, path) for label, path in found if path is not None]
         return views.downloads([*files, ("Python lines", script)])
@@ -271,7 +281,7 @@ class _Events:
         steps = masks.steps_of(layer)
         token = tuple(size // 2 for size in masks.grid_thw)
         sizes = {
-            component: gr.update(maximum=max(size - 1, 1), value=value)
+            component: gr.update(maximum=max(size - 1, 1), value=value, visible=size > 1)
             for component, size, value in zip((view.frame, view.row, view.column), masks.grid_thw, token, strict=True)
         }
         mask, picture, told = self.on_look(run.id, layer, steps[-1], 0, *token)
@@ -280,7 +290,7 @@ class _Events:
             view.head: gr.update(maximum=max(masks.heads - 1, 1), value=0),
             view.step: gr.update(choices=[(str(number + 1), number) for number in steps], value=steps[-1]),
             view.mask: mask,
-            view.picture: picture,
+            view.picture: gr.update(value=picture, elem_classes=["ds-single"] if masks.grid_thw[0] == 1 else []),
             view.told: told,
         } | sizes
 
@@ -294,12 +304,7 @@ class _Events:
 
     @staticmethod
     def _spot(spot: Spot, head: Any) -> tuple[Any, str]:
-        frame, row, column = spot.token
-        text = (
-            f"Head {head}: the query at row {row}, column {column} of token frame {frame} attended to "
-            f"{spot.attended:,} of {spot.tokens:,} tokens ({spot.attended / spot.tokens:.1%}); the others are dark."
-        )
-        return spot.picture, f'<p class="ds-spot">{text}</p>'
+        return spot.picture, f'<p class="ds-spot">{views.spot_text(spot, head)}</p>'
 
     def on_change_layer(self, run_id: Any, layer: Any, step: Any, head: Any, *token: Any) -> tuple[Any, ...]:
         with told():

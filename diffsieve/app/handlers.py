@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -19,12 +20,14 @@ from ..compare.canvas import enlarge, magnification, to_image
 from ..compare.files import write_json, write_png
 from ..compare.folder import REPORT
 from ..compare.mask_file import BlockMasks, read_masks
-from ..compare.mask_picture import mask_picture
-from ..compare.report import environment
-from ..eval.clips import open_clip
+from ..compare.mask_picture import MASK_LEGEND, mask_picture
+from ..compare.pair_files import read_shown
+from ..compare.recording import blocks_text, selection_legend
+from ..compare.report import environment, size_text
+from ..compare.selection_file import Selections, read_selections
 from .errors import AppError, public_report
-from .jobs import Follow, Jobs, Tell
-from .limits import Limits, Request, check_request, check_sweep, number, whole
+from .jobs import Follow, Job, Jobs, Tell
+from .limits import Limits, Request, check_model, check_request, check_sweep, number, whole
 from .models import LoadedModel, Shelf
 from .store import POSTER, Run, Store, run_digest
 from .views import layer_name
@@ -44,6 +47,8 @@ class Spot:
         token: (frame, row, column) of the query in the token grid.
         attended: tokens that it attended to.
         tokens: tokens in all.
+        means: with LLSA, size of the means that it saw the others in, and how many tokens lie in means of each size;
+            empty where it did not see them.
     """
 
     picture: Image.Image
@@ -51,6 +56,7 @@ class Spot:
     token: tuple[int, int, int]
     attended: int
     tokens: int
+    means: tuple[tuple[int, int], ...] = ()
 
 
 class Handlers:
@@ -77,26 +83,23 @@ class Handlers:
         Raises:
             DiffsieveError: a value is out of its range, the run was cancelled, or it failed.
         """
-        config = check_request(request, self.limits, self.shelf.names)
+        check_model(request.model, self.shelf.names)
         with self.jobs.run(owner) as job:
-            return self._run(config, Follow(job, tell))
+            return self._run_all([request], job, tell)[0]
 
-    def sweep(self, request: Request, sparsities: Any, *, owner: str, tell: Tell) -> list[Run]:
-        """Return one comparison for each sparsity, ascending; the dense clip is generated once.
+    def sweep(self, request: Request, values: Any, *, owner: str, tell: Tell) -> list[Run]:
+        """Return one comparison for each value, ascending; the dense clip is generated once.
 
         Args:
             request: the rest of the settings.
-            sparsities: shares of block pairs skipped.
+            values: shares of block pairs skipped; with LLSA numbers of top k.
             owner: session of the client.
             tell: progress.
         """
-        values = check_sweep(request, sparsities, self.limits)
-        configs = [
-            check_request(dataclasses.replace(request, sparsity=value), self.limits, self.shelf.names)
-            for value in values
-        ]
+        check_model(request.model, self.shelf.names)
+        requests = check_sweep(request, values, self.limits)
         with self.jobs.run(owner) as job:
-            return [self._run(c, Follow(job, tell, place, len(configs))) for place, c in enumerate(configs)]
+            return self._run_all(requests, job, tell)
 
     def load(self, name: Any, *, owner: str) -> LoadedModel:
         """Return a model with its defaults, loading it the first time."""
@@ -120,25 +123,24 @@ class Handlers:
             AppError: one is missing, or their clips have another size.
         """
         runs = self.store.find(first), self.store.find(second)
-        sizes = [tuple(run.report["settings"][name] for name in ("frames", "height", "width")) for run in runs]
+        sizes = [f"{run.what} of {size_text(run.report['settings'])}" for run in runs]
         if sizes[0] != sizes[1]:
-            shown = [f"{frames} frames of {width} x {height}" for frames, height, width in sizes]
-            raise AppError(f"both runs must have clips of one size, got {shown[0]} and {shown[1]}")
+            raise AppError(f"both runs must have clips or pictures of one size, got a {sizes[0]} and a {sizes[1]}")
         return runs
 
-    def masks(self, run_id: Any) -> BlockMasks:
-        """Return the block masks of a run.
+    def masks(self, run_id: Any) -> BlockMasks | Selections:
+        """Return the block masks of a run, with LLSA the choices of keys.
 
         Raises:
             AppError: no such run, or one without block masks; the message says why.
         """
         run = self.store.find(run_id)
-        path = run.file("masks")
+        path = run.file("masks") or run.file("selections")
         if path is None:
-            method = run.report["settings"]["method"]
             if run.clip["sparsity"]["density_sparse_steps"] is None:
                 raise AppError("every step of this run was dense, so there is no block mask")
-            raise AppError(f"{METHODS[method].label} has no block mask to show")
+            label = METHODS[run.report["settings"]["method"]].label
+            raise AppError(f"this run of {label} kept no block mask: its tokens fit into one block, or it is too old")
         return _masks(str(path), path.stat().st_mtime_ns)
 
     def mask_view(self, run_id: Any, layer: Any, step: Any, head: Any) -> Image.Image:
@@ -147,12 +149,17 @@ class Handlers:
         step, head = whole("step", step, 0, 10**6), whole("head", head, 0, masks.heads - 1)
         bits = masks.mask(str(layer), step, head)
         order = masks.orders_of(str(layer), step)[head]
-        rows, columns = bits.shape
+        legend = selection_legend(self._enriched(run_id)) if isinstance(masks, Selections) else MASK_LEGEND
         return mask_picture(
             torch.from_numpy(bits)[None],
             title=f"{layer_name(str(layer))}, step {step + 1}, head {head}",
-            notes=(f"{rows} x {columns} blocks of {masks.block_size} tokens", f"numbered in {order} order"),
+            notes=(blocks_text(masks, bits.shape), f"numbered in {order} order"),
+            first_head=head,
+            legend=legend,
         )
+
+    def _enriched(self, run_id: Any) -> bool:
+        return bool(self.store.find(run_id).report["settings"]["attention"]["enrich"])
 
     def spot_view(self, run_id: Any, layer: Any, step: Any, head: Any, token: Sequence[Any]) -> Spot:
         """Return where the query of one token looked.
@@ -170,13 +177,22 @@ class Handlers:
             whole(name, value, 0, size - 1)
             for name, value, size in zip(("frame", "row", "column"), token, masks.grid_thw, strict=True)
         )
-        attended = masks.attended(str(layer), step, head, (frame, row, column))
+        where = frame, row, column
+        means: tuple[tuple[int, int], ...] = ()
+        if isinstance(masks, Selections):
+            levels, deepest, word = masks.finest(str(layer), step, head, where), len(masks.indices), "in detail"
+            if self._enriched(run_id):
+                sizes = range(1, deepest + 1)
+                means = tuple((masks.block_size**size, int((levels == size).sum())) for size in sizes)
+        else:
+            levels = (~masks.attended(str(layer), step, head, where)).astype(np.int8)
+            deepest, word = 1, "attended"
         clip = self.store.find(run_id).file("sparse")
         assert clip is not None
         frames = _frames(str(clip), clip.stat().st_mtime_ns)
         layout = AttentionLayout.of(masks.grid_thw, (frames.shape[-2], frames.shape[-1]), frame)
-        picture = attention_picture(frames, attended, (frame, row, column), layout)
-        return Spot(picture, layout, (frame, row, column), int(attended.sum()), attended.size)
+        picture = attention_picture(frames, levels, deepest, where, layout, word)
+        return Spot(picture, layout, where, int((levels == 0).sum()), levels.size, means)
 
     def locate(self, run_id: Any, frame: Any, x: Any, y: Any) -> tuple[int, int, int] | None:
         """Return the token under a point of the picture of `spot_view`, or `None` beside its frames.
@@ -193,8 +209,17 @@ class Handlers:
         x, y = (number(name, value, 0, 10**5) for name, value in (("x", x), ("y", y)))
         return AttentionLayout.of(grid, (settings["height"], settings["width"]), frame).locate(x, y)
 
-    def _run(self, config: CompareConfig, follow: Follow) -> Run:
-        model = self.shelf.get(config.model)
+    def _run_all(self, requests: Sequence[Request], job: Job, tell: Tell) -> list[Run]:
+        model = self.shelf.get(requests[0].model)
+        # All are checked before the first one runs.
+        configs = [check_request(request, self.limits, model.classes) for request in requests]
+        what = "clip" if model.classes is None else "picture"
+        return [
+            self._run(config, model, Follow(job, tell, place, len(configs), what=what))
+            for place, config in enumerate(configs)
+        ]
+
+    def _run(self, config: CompareConfig, model: LoadedModel, follow: Follow) -> Run:
         config = config.filled(model.defaults)
         run_id = self._digest(config, model)
         earlier = self.store.get(run_id)
@@ -226,7 +251,7 @@ class Handlers:
 
 def write_poster(folder: Path, clip: Any) -> None:
     """Write the middle frame of the sparse clip as a small picture for the gallery."""
-    frames = list(open_clip(folder / clip["folder"] / clip["files"]["sparse"]).frames())
+    frames = read_shown(folder / clip["folder"] / clip["files"]["sparse"])
     frame = to_image(frames[len(frames) // 2])
     image = enlarge(frame, magnification(frame.width, _POSTER_WIDTH)) if frame.width < _POSTER_WIDTH else frame
     image.thumbnail((_POSTER_WIDTH, _POSTER_WIDTH))
@@ -234,11 +259,12 @@ def write_poster(folder: Path, clip: Any) -> None:
 
 
 @lru_cache(maxsize=2)
-def _masks(path: str, changed: int) -> BlockMasks:
-    return read_masks(Path(path))
+def _masks(path: str, changed: int) -> BlockMasks | Selections:
+    file = Path(path)
+    return read_selections(file) if file.name.startswith("selections") else read_masks(file)
 
 
 @lru_cache(maxsize=2)
 def _frames(path: str, changed: int) -> torch.Tensor:
-    """Return the frames of a video file: (T, 3, H, W) uint8."""
-    return torch.stack(list(open_clip(Path(path)).frames()))
+    """Return the frames of a video file, or a picture as the only one: (T, 3, H, W) uint8."""
+    return read_shown(Path(path))

@@ -99,12 +99,20 @@ class Follow:
         number: of this comparison, from 0.
         count: comparisons in all.
         clock: seconds.
+        what: is made, "clip" or "picture".
     """
 
     def __init__(
-        self, job: Job, tell: Tell, number: int = 0, count: int = 1, clock: Callable[[], float] = time.monotonic
+        self,
+        job: Job,
+        tell: Tell,
+        number: int = 0,
+        count: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        what: str = "clip",
     ) -> None:
         self._job, self._tell, self._number, self._count, self._clock = job, tell, number, count, clock
+        self._what = what
         self._started: float | None = None
         self._had_dense = False
 
@@ -123,12 +131,12 @@ class Follow:
     def _line(self, report: Progress, share: float, elapsed: float) -> str:
         place = f"run {self._number + 1} of {self._count}, " if self._count > 1 else ""
         if report.stage == "write":
-            return f"{place}measuring and writing clips"
+            return f"{place}measuring and writing {self._what}s"
         if report.stage == "done":
             return f"{place}done"
-        what = f"{place}{report.run} clip, "
+        what = f"{place}{report.run} {self._what}, "
         if report.stage == "decode":
-            return f"{what}decoding frames{_left(share, elapsed)}"
+            return f"{what}decoding{_left(share, elapsed)}"
         return f"{what}step {min(report.step + 1, report.steps)} of {report.steps}{_left(share, elapsed)}"
 
 

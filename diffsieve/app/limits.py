@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ class Limits:
         frames: of a clip.
         side: pixels of height and width.
         pixels: frames times height times width: what one request may cost in memory and time.
-        sweep: sparsities of one sweep.
+        picture: pixels of a picture. Each is a token, and dense attention grows with the square of them.
+        sweep: values of one sweep.
     """
 
     prompt: int = 1000
@@ -32,12 +34,17 @@ class Limits:
     frames: int = 129
     side: int = 1280
     pixels: int = 81 * 720 * 1280
+    picture: int = 512 * 512
     sweep: int = 6
 
     @classmethod
     def for_device(cls, device_type: str) -> Limits:
-        """Return the limits for "cpu", "cuda" or "mps"; on a CPU a clip may have 24 megapixels over all frames."""
-        return cls(pixels=24_000_000) if device_type == "cpu" else cls()
+        """Return the limits for "cpu", "cuda" or "mps".
+
+        On a CPU a clip may have 24 megapixels over all frames; without CUDA a picture may have 128 x 128 pixels.
+        """
+        limits = cls() if device_type == "cuda" else cls(picture=128 * 128)
+        return dataclasses.replace(limits, pixels=24_000_000) if device_type == "cpu" else limits
 
 
 @dataclass(frozen=True)
@@ -58,10 +65,12 @@ class Request:
         height: pixels.
         seed: start value of the noise.
         guidance: classifier-free guidance.
-        block_size: tokens of a block.
+        block_size: tokens of a block; `None` leaves it to the method, and to the training of the model.
         min_tokens: shorter sequences run dense; `None` leaves it to the method.
         topk: blocks that a query keeps per level, with LLSA; which takes no preset, sparsity, warm-up and min_tokens,
-            so that these are not looked at.
+            so that these are not looked at. `None` leaves it to the training of the model.
+        class_name: for a model of pictures, which class; `None` takes the first. Such a model takes no prompt, no
+            negative prompt and no frames, so that these are not looked at.
     """
 
     model: Any
@@ -80,15 +89,25 @@ class Request:
     block_size: Any = 128
     min_tokens: Any = None
     topk: Any = 8
+    class_name: Any = None
 
 
-def check_request(request: Request, limits: Limits, models: Sequence[str]) -> CompareConfig:
+def check_model(name: Any, models: Sequence[str]) -> str:
+    """Return the name of a model if it is one of those that may be asked for.
+
+    Raises:
+        UserInputError: it is not.
+    """
+    return _choice("model", name, models)
+
+
+def check_request(request: Request, limits: Limits, classes: Sequence[str] | None = None) -> CompareConfig:
     """Turn a request into the configuration of a comparison.
 
     Args:
-        request: as it came.
+        request: as it came; its model is checked already (`check_model`).
         limits: of this server.
-        models: names that may be asked for.
+        classes: of a model of pictures; `None` for a model of clips.
 
     Returns:
         A configuration whose `out` is still to be set.
@@ -96,13 +115,27 @@ def check_request(request: Request, limits: Limits, models: Sequence[str]) -> Co
     Raises:
         UserInputError: names the first field that is out of its range, the range, and what came.
     """
-    model = _choice("model", request.model, models)
+    subject = _clip(request, limits) if classes is None else _picture(request, limits, classes)
+    method = _choice("method", request.method, list(METHODS))
+    return CompareConfig(
+        model=request.model,
+        method=method,
+        steps=whole("steps", request.steps, 1, limits.steps),
+        seed=(whole("seed", request.seed, 0, 2**31 - 1),),
+        guidance_scale=number("guidance", request.guidance, 0.0, 30.0),
+        block_size=_optional("block size", request.block_size, 4, 1024),
+        save_masks=True,
+        out=Path("-"),
+        **subject,
+        **(_llsa(request) if method == "llsa" else _ba_att(request)),
+    )
+
+
+def _clip(request: Request, limits: Limits) -> dict[str, Any]:
     prompt = _text("prompt", request.prompt, limits.prompt)
     if not prompt:
         raise UserInputError("prompt must not be empty")
     negative = _text("negative prompt", request.negative_prompt, limits.prompt)
-    method = _choice("method", request.method, list(METHODS))
-    steps = whole("steps", request.steps, 1, limits.steps)
     frames = whole("frames", request.frames, 1, limits.frames)
     width, height = (_side(name, getattr(request, name), limits.side) for name in ("width", "height"))
     if frames * width * height > limits.pixels:
@@ -110,65 +143,71 @@ def check_request(request: Request, limits: Limits, models: Sequence[str]) -> Co
             f"frames x width x height must be at most {limits.pixels:,} pixels on this server, "
             f"got {frames} x {width} x {height} = {frames * width * height:,}"
         )
-    return CompareConfig(
-        model=model,
-        prompt=(prompt,),
-        negative_prompt=negative or None,
-        method=method,
-        steps=steps,
-        frames=frames,
-        width=width,
-        height=height,
-        seed=(whole("seed", request.seed, 0, 2**31 - 1),),
-        guidance_scale=number("guidance", request.guidance, 0.0, 30.0),
-        block_size=whole("block size", request.block_size, 4, 1024),
-        save_masks=True,
-        out=Path("-"),
-        **(_llsa(request) if method == "llsa" else _ba_att(request)),
-    )
+    sizes = {"frames": frames, "width": width, "height": height}
+    return {"prompt": (prompt,), "negative_prompt": negative or None, **sizes}
+
+
+def _picture(request: Request, limits: Limits, classes: Sequence[str]) -> dict[str, Any]:
+    name = classes[0] if request.class_name in (None, "") else _choice("class", request.class_name, classes)
+    width, height = (whole(name, getattr(request, name), 8, limits.side) for name in ("width", "height"))
+    if width * height > limits.picture:
+        raise UserInputError(
+            f"width x height must be at most {limits.picture:,} pixels on this server, "
+            f"got {width} x {height} = {width * height:,}"
+        )
+    return {"prompt": (name,), "width": width, "height": height}
 
 
 def _ba_att(request: Request) -> dict[str, Any]:
-    shortest = request.min_tokens
     return {
         "preset": _choice("preset", request.preset, PRESETS),
         "sparsity": number("sparsity", request.sparsity, 0.0, 0.99),
         "warmup": number("warm-up", request.warmup, 0.0, 1.0),
-        "min_tokens": None if shortest in (None, "") else whole("min tokens", shortest, 0, 10**7),
+        "min_tokens": _optional("min tokens", request.min_tokens, 0, 10**7),
     }
 
 
 def _llsa(request: Request) -> dict[str, Any]:
-    return {"topk": whole("top k", request.topk, 1, 1024)}
+    return {"topk": _optional("top k", request.topk, 1, 1024)}
 
 
-def check_sweep(request: Request, values: Any, limits: Limits) -> list[float]:
-    """Return the sparsities of a sweep, ascending, each once.
+def check_sweep(request: Request, values: Any, limits: Limits) -> list[Request]:
+    """Return the requests of a sweep: one for each sparsity, with LLSA for each top k, ascending, each once.
 
     Raises:
-        UserInputError: none, too many, or one that is out of range; a method that has no sparsity.
+        UserInputError: none, too many, or one that is out of range.
     """
-    if request.method != "ba-att":
-        raise UserInputError(f"a sweep over sparsities needs the method ba-att, got {shown(request.method)}")
+    llsa = _choice("method", request.method, list(METHODS)) == "llsa"
+    names = "numbers of top k" if llsa else "sparsities"
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise UserInputError(f"sparsities must be a list of numbers, got {shown(values)}")
+        raise UserInputError(f"{names} must be a list of numbers, got {shown(values)}")
     if not 1 <= len(values) <= limits.sweep:
-        raise UserInputError(f"sparsities must hold 1 to {limits.sweep} numbers, got {len(values)}")
-    return sorted({number("sparsity", value, 0.0, 0.99) for value in values})
+        raise UserInputError(f"{names} must hold 1 to {limits.sweep} numbers, got {len(values)}")
+    if llsa:
+        numbers = sorted({whole("top k", value, 1, 1024) for value in values})
+        return [dataclasses.replace(request, topk=value) for value in numbers]
+    shares = sorted({number("sparsity", value, 0.0, 0.99) for value in values})
+    return [dataclasses.replace(request, sparsity=value) for value in shares]
 
 
-def parse_percentages(text: Any) -> list[float]:
-    """Read "25, 50" as [0.25, 0.5].
+def parse_sweep(text: Any, method: Any) -> list[float]:
+    """Read "25, 50" as [0.25, 0.5], shares from per cent; with LLSA as it stands.
 
     Raises:
         UserInputError: not numbers with commas.
     """
+    llsa = method == "llsa"
+    wrong = UserInputError(
+        f"{'numbers of top k' if llsa else 'sparsities'} must be numbers with commas such as "
+        f"{'2, 4' if llsa else '25, 50'}, got {shown(text)}"
+    )
     if not isinstance(text, str) or len(text) > 200:
-        raise UserInputError(f"sparsities must be numbers with commas such as 25, 50, got {shown(text)}")
+        raise wrong
     try:
-        return [float(part.strip().removesuffix("%")) / 100 for part in text.split(",") if part.strip()]
+        values = [float(part.strip().removesuffix("%")) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise UserInputError(f"sparsities must be numbers with commas such as 25, 50, got {shown(text)}") from None
+        raise wrong from None
+    return values if llsa else [value / 100 for value in values]
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
@@ -190,6 +229,11 @@ def shown(value: Any) -> str:
     """Return a value for a message, shortened."""
     text = str(value) if isinstance(value, int | float) else repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _optional(name: str, value: Any, low: int, high: int) -> int | None:
+    """Return a whole number, or `None` for a field that was left empty."""
+    return None if value in (None, "") else whole(name, value, low, high)
 
 
 def _side(name: str, value: Any, most: int) -> int:

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserInputError
-from ..pipelines.defaults import MINI_WAN, GenerationDefaults, generation_defaults
+from ..pipelines.defaults import EMBEDDED, GenerationDefaults, generation_defaults, makes_pictures
 from ..pipelines.loading import load_pipeline, model_source, weights_digest
-
-# Models that ship in the package, first the one that the page starts with. The list that the page offers begins with
-# those whose weights are installed. A new embedded model joins here.
-EMBEDDED = (MINI_WAN,)
+from ..processors import LLSAConfig, trained_llsa
 
 
 def offered_models(extra: Sequence[str] = ()) -> dict[str, str]:
-    """Return the models by the name that the page shows: the embedded ones, then those named at the start.
+    """Return the models by the name that the page shows: the embedded ones that are installed, then those named.
+
+    The page starts with the first.
 
     Args:
         extra: folders in diffusers format, or hub ids. A folder is shown by its own name alone.
@@ -49,12 +48,34 @@ def offered_models(extra: Sequence[str] = ()) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A pipeline, what it is run with by default, and the digest of its weights."""
+    """A pipeline and what the page must know of it.
+
+    Args:
+        name: that the page shows.
+        pipe: the pipeline.
+        defaults: what it is run with by default.
+        weights: digest.
+    """
 
     name: str
     pipe: Any
     defaults: GenerationDefaults
     weights: str
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """The classes of a model of pictures; `None` for a model of clips."""
+        return self.defaults.prompts if makes_pictures(self.pipe) else None
+
+    @property
+    def trained(self) -> LLSAConfig | None:
+        """The sparse attention that the model was trained with, if any."""
+        return trained_llsa(self.pipe)
+
+    @property
+    def method(self) -> str:
+        """The method to begin with."""
+        return "ba-att" if self.trained is None else "llsa"
 
 
 class Shelf:
@@ -82,6 +103,10 @@ class Shelf:
     @property
     def names(self) -> list[str]:
         return list(self._models)
+
+    def loaded(self, name: Any) -> LoadedModel | None:
+        """Return a model that is loaded, else `None`."""
+        return self._loaded.get(name) if isinstance(name, str) else None
 
     def get(self, name: str) -> LoadedModel:
         """Return a model, loading it the first time.

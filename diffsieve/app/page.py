@@ -12,12 +12,12 @@ import gradio as gr
 
 from ..compare import METHODS
 from . import views
+from .controls import model_controls, sweep_controls
 from .limits import PRESETS, Limits
 from .models import LoadedModel
 from .store import Run
 
 ASSETS = Path(__file__).parent / "assets"
-SWEEP = "25, 50, 75, 90"
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Ask:
     block_size: Any
     min_tokens: Any
     topk: Any
+    class_name: Any
 
     def list(self) -> list[Any]:
         return [getattr(self, field.name) for field in dataclasses.fields(self)]
@@ -173,10 +174,11 @@ def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str
             f"<p>{escape(place)}</p></header>"
         )
         current = gr.State(None)
+        start = model_controls(first, limits)
         with gr.Row(elem_id="ds-main"):
             with gr.Column(elem_id="ds-ask"):
-                prompt = gr.Textbox(label="Prompt", value=first.defaults.prompts[0], lines=2, max_lines=5,
-                                    max_length=limits.prompt)  # fmt: skip
+                prompt = gr.Textbox(label="Prompt", lines=2, max_lines=5, max_length=limits.prompt, **start["prompt"])
+                class_name = gr.Dropdown(label="Class", interactive=True, **start["class_name"])
                 with gr.Row(elem_id="ds-buttons"):
                     run = gr.Button("Compare", variant="primary", size="md", elem_id="ds-run")
                     cancel = gr.Button("Cancel", variant="stop", size="md", elem_id="ds-cancel", interactive=False)
@@ -193,21 +195,16 @@ def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str
                     elem_id="ds-examples",
                 )
             with gr.Column(elem_id="ds-settings"):
-                ask = _settings(models, first, limits, prompt)
+                ask = _settings(models, first, limits, start, prompt, class_name)
             with gr.Column(elem_id="ds-results"), gr.Tabs(selected="compare") as tabs:
                 results, attention = _result_tabs()
                 with gr.Tab("Sweep", id="sweep"):
-                    values = gr.Textbox(
-                        SWEEP,
-                        label="Sparsities, %",
-                        info=f"1 to {limits.sweep} numbers with commas; everything else as set on the left. "
-                        "The dense clip is generated once.",
-                        max_length=100,
-                    )
+                    values = gr.Textbox(max_length=100, **sweep_controls(first.method, limits.sweep))
                     sweep_run = gr.Button("Run the sweep", variant="primary", size="md")
                     sweep = gr.HTML(
                         views.empty(
-                            "No sweep yet", "Quality, density and time over the sparsity, as curves and a table."
+                            "No sweep yet",
+                            "Quality, density and time over the sparsity, with LLSA over top k, as curves and a table.",
                         )
                     )
                 gallery = _gallery()
@@ -215,34 +212,44 @@ def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str
                 gallery)  # fmt: skip
 
 
-def _settings(models: list[str], first: LoadedModel, limits: Limits, prompt: Any) -> Ask:
-    defaults = first.defaults
+def _settings(
+    models: list[str],
+    first: LoadedModel,
+    limits: Limits,
+    start: dict[str, dict[str, Any]],
+    prompt: Any,
+    class_name: Any,
+) -> Ask:
     with gr.Group():
         model = gr.Dropdown(models, value=first.name, label="Model", interactive=True, visible=True)
         with gr.Row():
-            method = gr.Dropdown([(m.label, name) for name, m in METHODS.items()], value="ba-att", label="Method",
-                                 min_width=120)  # fmt: skip
-            preset = gr.Dropdown(list(PRESETS), value="default", label="Preset", min_width=120)
-        sparsity = gr.Slider(0, 0.95, value=0.5, step=0.05, label="Sparsity, share of block pairs skipped")
-        topk = gr.Number(8, label="Top k, blocks kept per level", visible=False)
-        warmup = gr.Slider(0, 1, value=0.2, step=0.05, label="Warm-up, share of the steps that run dense first")
+            methods = [(method.label, name) for name, method in METHODS.items()]
+            method = gr.Dropdown(methods, label="Method", min_width=120, **start["method"])
+            preset = gr.Dropdown(list(PRESETS), value="default", label="Preset", min_width=120, **start["preset"])
+        sparsity = gr.Slider(0, 0.95, value=0.5, step=0.05, label="Sparsity, share of block pairs skipped",
+                             **start["sparsity"])  # fmt: skip
+        topk = gr.Number(label="Top k, blocks kept per level", **start["topk"])
+        warmup = gr.Slider(0, 1, value=0.2, step=0.05, label="Warm-up, share of the steps that run dense first",
+                           **start["warmup"])  # fmt: skip
     with gr.Group():
         with gr.Row():
-            steps = gr.Number(defaults.steps, label="Steps", min_width=90)
-            frames = gr.Number(defaults.frames, label="Frames", min_width=90)
+            steps = gr.Number(label="Steps", min_width=90, **start["steps"])
+            frames = gr.Number(label="Frames", min_width=90, **start["frames"])
             seed = gr.Number(0, label="Seed", min_width=90)
         with gr.Row():
-            width = gr.Number(defaults.width, label="Width, px", step=16, min_width=90)
-            height = gr.Number(defaults.height, label="Height, px", step=16, min_width=90)
-            guidance = gr.Number(defaults.guidance_scale, label="Guidance", step=0.5, min_width=90)
+            width = gr.Number(label="Width, px", min_width=90, **start["width"])
+            height = gr.Number(label="Height, px", min_width=90, **start["height"])
+            guidance = gr.Number(label="Guidance", step=0.5, min_width=90, **start["guidance"])
     with gr.Accordion("More settings", open=False):
-        negative = gr.Textbox("", label="Negative prompt", lines=1, max_length=limits.prompt)
+        negative = gr.Textbox(
+            "", label="Negative prompt", lines=1, max_length=limits.prompt, **start["negative_prompt"]
+        )
         with gr.Row():
-            block_size = gr.Number(128, label="Block size, tokens", min_width=120)
+            block_size = gr.Number(label="Block size, tokens", min_width=120, **start["block_size"])
             min_tokens = gr.Number(None, label="Shortest sparse sequence, tokens", info="empty: where it pays",
-                                   min_width=120)  # fmt: skip
+                                   min_width=120, **start["min_tokens"])  # fmt: skip
     return Ask(model, prompt, negative, method, preset, sparsity, warmup, steps, frames, width, height, seed, guidance,
-               block_size, min_tokens, topk)  # fmt: skip
+               block_size, min_tokens, topk, class_name)  # fmt: skip
 
 
 def _result_tabs() -> tuple[Results, Attention]:
@@ -250,13 +257,15 @@ def _result_tabs() -> tuple[Results, Attention]:
         player = gr.HTML(
             views.empty(
                 "Nothing compared yet",
-                "Write a prompt and press Compare, or take an example, which is there at once. Dense and sparse "
-                "clips then play here in step.",
+                "Press Compare, or take an example, which is there at once. What dense and sparse attention made from "
+                "the same noise then stands here side by side.",
             )
         )
         headline = gr.HTML()
     with gr.Tab("Metrics", id="metrics"):
-        metrics = gr.HTML(views.empty("No metrics yet", "PSNR, SSIM and LPIPS against the dense clip, and per frame."))
+        metrics = gr.HTML(
+            views.empty("No metrics yet", "PSNR, SSIM and LPIPS against the dense side, of clips per frame.")
+        )
         curves = gr.HTML()
         cost = gr.HTML()
     with gr.Tab("Attention", id="attention"):
@@ -264,7 +273,7 @@ def _result_tabs() -> tuple[Results, Attention]:
             layer = gr.Dropdown([], label="Layer", interactive=True, min_width=140)
             step = gr.Dropdown([], label="Step", interactive=True, min_width=110)
             head_number = gr.Slider(0, 1, value=0, step=1, label="Head", interactive=True, min_width=160)
-        told = gr.HTML(views.empty("No block mask yet", "Which blocks of keys each head computed, step by step."))
+        told = gr.HTML(views.empty("No block mask yet", "Which blocks of keys each head looked at, step by step."))
         picture = gr.Image(show_label=False, container=False, type="pil", format="png", interactive=False, buttons=[],
                            elem_id="ds-spot", label="Where the query looked",
                            alt_text="Frames; tokens that the query did not attend to are dark")  # fmt: skip
@@ -312,7 +321,7 @@ def _gallery() -> Gallery:
         with gr.Row():
             left = gr.Dropdown([], label="Left", min_width=240, interactive=True)
             right = gr.Dropdown([], label="Right", min_width=240, interactive=True)
-        both = gr.Button("Show both sparse clips", variant="primary", size="md")
+        both = gr.Button("Show both sparse results", variant="primary", size="md")
         player = gr.HTML()
         table = gr.HTML()
     return Gallery(pictures, ids, keep, told, left, right, both, player, table)

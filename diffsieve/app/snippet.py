@@ -32,7 +32,8 @@ def python_lines(report: Mapping[str, Any]) -> str:
     """
     settings = report["settings"]
     lines = [f"    model={settings['model']!r},", f"    prompt={tuple(report['prompt'])!r},"]
-    lines += [f"    {name}={settings[name]!r}," for name in _FIELDS if settings.get(name) is not None]
+    fields = [name for name in _FIELDS if not (name == "frames" and report.get("pictures"))]
+    lines += [f"    {name}={settings[name]!r}," for name in fields if settings.get(name) is not None]
     lines += [f"    seed={tuple(report['seed'])!r},", '    out=Path("outputs/compare"),']
     return "\n".join(
         [

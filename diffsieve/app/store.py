@@ -52,6 +52,16 @@ class Run:
         clip: Mapping[str, Any] = self.report["clips"][0]
         return clip
 
+    @property
+    def pictures(self) -> bool:
+        """Whether it has pictures instead of clips."""
+        return bool(self.report.get("pictures"))
+
+    @property
+    def what(self) -> str:
+        """What to call its results."""
+        return "picture" if self.pictures else "clip"
+
     def file(self, key: str) -> Path | None:
         """Return a file of the clip by its key in the report, such as "dense"; `None` when the run has none."""
         name = self.clip["files"].get(key)

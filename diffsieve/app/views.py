@@ -6,15 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ..compare.charts import Series, line_chart
 from ..compare.methods import METHODS
 from ..compare.page import frame_charts, metric_text, metric_title
+from ..compare.report import size_text
 from .errors import without_paths
 from .jobs import duration
 from .store import Run
+
+if TYPE_CHECKING:
+    from .handlers import Spot
 
 _METRICS = {
     "psnr": "pixel error on a log scale, mean over frames; 100 dB means identical",
@@ -33,6 +37,9 @@ def metrics_table(runs: Sequence[tuple[str, Run]]) -> str:
         runs: heading and run of each column.
     """
     names = list(dict.fromkeys(name for _, run in runs for name in run.clip["metrics"]))
+    what = runs[0][1].what
+    if what == "picture":  # of one frame it is the same figure as the PSNR
+        names = [name for name in names if name != "psnr_from_mean_mse"]
     headings = ["metric", *(heading for heading, _ in runs), "unit", "better", "what it is"]
     rows = []
     for name in names:
@@ -41,8 +48,11 @@ def metrics_table(runs: Sequence[tuple[str, Run]]) -> str:
         cells = [_value(name, result) for result in results]
         better = "higher" if known["direction"] == "higher" else "lower"
         meaning = _METRICS.get(name, _LPIPS if name.startswith("lpips") else "")
+        if what == "picture":
+            meaning = meaning.replace(", mean over frames", "")
         rows.append([metric_title(name), *cells, known["unit"] or "none", better, meaning])
-    return _table("Distance from the dense clip, on raw frames", headings, rows, numbers=len(runs))
+    raw = "on raw frames" if what == "clip" else "before it becomes a file"
+    return _table(f"Distance from the dense {what}, {raw}", headings, rows, numbers=len(runs))
 
 
 def cost_table(runs: Sequence[tuple[str, Run]]) -> str:
@@ -53,14 +63,16 @@ def cost_table(runs: Sequence[tuple[str, Run]]) -> str:
         rows.append([name, *values, unit, meaning])
 
     clips = [run.clip for _, run in runs]
+    whole = "from noise to picture" if runs[0][1].pictures else "text to frames"
+    meant = {"most keys of a query, of all" if _llsa(run) else "block pairs computed of all" for _, run in runs}
     add("density, whole run", [_share(clip["sparsity"]["density_overall"]) for clip in clips], "%",
-        "block pairs computed of all, warm-up and dense layers included; measured")  # fmt: skip
+        f"{' or '.join(sorted(meant))}, warm-up and dense layers included; measured")  # fmt: skip
     add("density, sparse steps", [_share(clip["sparsity"]["density_sparse_steps"]) for clip in clips], "%",
         "the same over the steps that are not dense")  # fmt: skip
     add("dense steps", [f"{c['sparsity']['steps_dense']} of {c['sparsity']['steps_total']}" for c in clips], "steps",
         "steps at the start that ran with dense attention")  # fmt: skip
-    add("time, dense", [f"{clip['seconds']['dense']['total']:.1f}" for clip in clips], "s", "text to frames")
-    add("time, sparse", [f"{clip['seconds']['sparse']['total']:.1f}" for clip in clips], "s", "text to frames")
+    add("time, dense", [f"{clip['seconds']['dense']['total']:.1f}" for clip in clips], "s", whole)
+    add("time, sparse", [f"{clip['seconds']['sparse']['total']:.1f}" for clip in clips], "s", whole)
     add("speed-up, whole run", [_times(clip["speed_up"]["total"]) for clip in clips], "times",
         "time of the dense run over that of the sparse run")  # fmt: skip
     add("speed-up, one step", [_times(clip["speed_up"]["sparse_step"]) for clip in clips], "times",
@@ -74,12 +86,12 @@ def facts(run: Run) -> str:
     report, clip = run.report, run.clip
     settings, place = report["settings"], report["environment"]
     versions = ", ".join(f"{name} {number}" for name, number in place["versions"].items() if number)
+    subject = [("prompt", clip["prompt"]), ("negative prompt", settings["negative_prompt"] or "none")]
     items = [
-        ("prompt", clip["prompt"]),
-        ("negative prompt", settings["negative_prompt"] or "none"),
+        *([("class", clip["prompt"])] if run.pictures else subject),
         ("model", settings["model"]),
         ("method", run_label(run) + _warmup(settings["attention"].get("warmup_steps"))),
-        ("clip", f"{settings['frames']} frames of {settings['width']} x {settings['height']} pixels"),
+        (run.what, f"{size_text(settings)} pixels"),
         ("steps, guidance, seed", f"{settings['steps']}, {settings['guidance_scale']:g}, {clip['seed']}"),
         ("attention kernel", f"dense: PyTorch SDPA; sparse: {clip['sparsity']['backend'] or 'none ran'}"),
         ("hardware", f"{hardware(place)}, {place['threads']} CPU threads"),
@@ -121,7 +133,10 @@ def headline(run: Run) -> str:
     cells = [
         (_value("psnr", psnr), "dB PSNR" if psnr["mean"] is not None else "PSNR"),
         (_value("ssim", ssim), "SSIM"),
-        (f"{_share(clip['sparsity']['density_overall'])} %", "of block pairs computed"),
+        (
+            f"{_share(clip['sparsity']['density_overall'])} %",
+            "of the keys of dense attention" if _llsa(run) else "of block pairs computed",
+        ),
         (f"{clip['seconds']['dense']['total']:.1f} s → {clip['seconds']['sparse']['total']:.1f} s", "dense → sparse"),
         (f"{_times(clip['speed_up']['total'])}x", "speed-up"),
     ]
@@ -129,14 +144,14 @@ def headline(run: Run) -> str:
     return f'<div class="ds-headline">{parts}</div>{notes(run)}'
 
 
-def player(left: tuple[str, Path], right: tuple[str, Path], *, fps: int, frames: int, title: str,
+def player(left: tuple[str, Path], right: tuple[str, Path], *, fps: int | None, frames: int, title: str,
            difference: tuple[Path, float] | None = None, psnr: Sequence[float | None] = ()) -> str:  # fmt: skip
-    """Return two clips that play in step, with a slider between them.
+    """Return two clips that play in step, or two pictures, with a slider between them.
 
     Args:
         left: label and published file.
         right: label and published file.
-        fps: frames per second.
+        fps: frames per second; `None` for pictures.
         frames: of both clips.
         title: what assistive software calls the player.
         difference: published file and the value of its last colour; default none.
@@ -157,33 +172,35 @@ def player(left: tuple[str, Path], right: tuple[str, Path], *, fps: int, frames:
 def curves(runs: Sequence[tuple[str, Run]]) -> str:
     """Return a chart over the frames for each metric."""
     charts = frame_charts({label: run.clip["metrics"] for label, run in runs})
+    if not charts:  # pictures
+        return ""
     return f'<div class="ds-charts">{"".join(charts)}</div>'
 
 
 def sweep_charts(runs: Sequence[Run]) -> str:
-    """Return quality and time over sparsity, and the table of the figures."""
-    points = [(run.report["settings"]["sparsity"], run) for run in runs]
+    """Return quality and time over sparsity, with LLSA over top k, and the table of the figures."""
+    llsa = _llsa(runs[0])
+    name, label = ("top k", "top k, blocks per level") if llsa else ("sparsity", "sparsity, %")
+    points = [(_swept(run), run) for run in runs]
     metrics = [
-        name
-        for name in ("psnr", "ssim", "lpips[alex]")
-        if any(run.clip["metrics"].get(name, {}).get("mean") is not None for run in runs)
+        metric
+        for metric in ("psnr", "ssim", "lpips[alex]")
+        if any(run.clip["metrics"].get(metric, {}).get("mean") is not None for run in runs)
     ]
     charts = []
-    for name in metrics:
-        values = [(100 * x, run.clip["metrics"][name]["mean"]) for x, run in points]
-        label = _with_unit(name, runs[0])
-        title = f"{metric_title(name)} against sparsity"
-        charts.append(line_chart(title, [Series(name, values)], x_label="sparsity, %", y_label=label, marks=True))
+    for metric in metrics:
+        values = [(x, run.clip["metrics"][metric]["mean"]) for x, run in points]
+        title, unit = f"{metric_title(metric)} against {name}", _with_unit(metric, runs[0])
+        charts.append(line_chart(title, [Series(metric, values)], x_label=label, y_label=unit, marks=True))
     times = [
-        Series(kind, [(100 * x, run.clip["seconds"][kind]["total"]) for x, run in points])
-        for kind in ("dense", "sparse")
+        Series(kind, [(x, run.clip["seconds"][kind]["total"]) for x, run in points]) for kind in ("dense", "sparse")
     ]
-    charts.append(line_chart("Time against sparsity", times, x_label="sparsity, %", y_label="time, s", marks=True))
-    headings = ["sparsity, %", "density, %", *(_with_unit(name, runs[0]) for name in metrics), "time dense, s",
+    charts.append(line_chart(f"Time against {name}", times, x_label=label, y_label="time, s", marks=True))
+    headings = [label, "density, %", *(_with_unit(name, runs[0]) for name in metrics), "time dense, s",
                 "time sparse, s", "speed-up"]  # fmt: skip
     rows = [
         [
-            f"{100 * x:g}",
+            f"{x:g}",
             _share(run.clip["sparsity"]["density_overall"]),
             *(_value(name, run.clip["metrics"][name]) for name in metrics),
             f"{run.clip['seconds']['dense']['total']:.1f}",
@@ -200,7 +217,8 @@ def run_label(run: Run) -> str:
     """Return what to call the sparse side of a run, such as "BA-Att 50 %" or "LLSA top 8"."""
     settings = run.report["settings"]
     if settings["method"] == "llsa":
-        return f"{METHODS['llsa'].label} top {settings['attention']['topk']}"
+        topk = settings["attention"]["topk"]
+        return f"{METHODS['llsa'].label} top {topk if isinstance(topk, int) else '/'.join(map(str, topk))}"
     return f"{METHODS[settings['method']].label} {100 * settings['sparsity']:.4g} %"
 
 
@@ -212,6 +230,22 @@ def run_title(run: Run) -> str:
     psnr = run.clip["metrics"]["psnr"]["mean"]
     kind = "example · " if run.example else "kept · " if run.kept else ""
     return f"{kind}{run_label(run)} · {prompt} · seed {run.clip['seed']} · {settings['steps']} steps · {psnr:.1f} dB"
+
+
+def spot_text(spot: Spot, head: Any) -> str:
+    """Return what the query of one token attended to."""
+    frame, row, column = spot.token
+    place = f"row {row}, column {column}"
+    if spot.layout.grid_thw[0] > 1:
+        place += f" of token frame {frame}"
+    text = (
+        f"Head {escape(str(head))}: the query at {place} attended to {spot.attended:,} of {spot.tokens:,} tokens "
+        f"({spot.attended / spot.tokens:.1%})"
+    )
+    if not spot.means:
+        return f"{text}; the others are dark."
+    means = ", ".join(f"{count:,} in means of {size:,}" for size, count in spot.means if count)
+    return f"{text} in detail, and saw {means or 'no others'}: the larger the means, the darker."
 
 
 def empty(title: str, text: str) -> str:
@@ -266,6 +300,16 @@ def _value(name: str, result: Mapping[str, Any] | None) -> str:
 def _with_unit(metric: str, run: Run) -> str:
     unit = run.clip["metrics"][metric]["unit"]
     return metric_title(metric) + (f", {unit}" if unit else "")
+
+
+def _llsa(run: Run) -> bool:
+    return bool(run.report["settings"]["method"] == "llsa")
+
+
+def _swept(run: Run) -> float:
+    """Return where a run stands in a sweep: its top k, or its sparsity in per cent."""
+    settings = run.report["settings"]
+    return settings["attention"]["topk"] if _llsa(run) else 100 * settings["sparsity"]
 
 
 def _warmup(steps: int | float | None) -> str:

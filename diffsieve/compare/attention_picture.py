@@ -12,9 +12,10 @@ from .canvas import FAINT, INK, PAPER, draw_text, fit_text, text_size, to_image
 from .recorded import spread
 
 _PANEL = 216  # pixels that a frame aims at
+_ONLY_PANEL = 448  # the same of a picture, whose tokens are its pixels
 _MOST = 12
 _MARGIN, _GAP, _TEXT = 12, 10, 13
-_DIM = 0.22  # brightness of what the query does not see
+_DIM = 0.22  # brightness of what the query does not see, or sees most coarsely
 _QUERY = (255, 214, 10)
 
 
@@ -45,7 +46,8 @@ class AttentionLayout:
         """
         shown = sorted({*spread(range(grid_thw[0]), _MOST - 1), frame})
         height, width = clip_size
-        panel = _PANEL, max(1, round(_PANEL * height / width))
+        side = _ONLY_PANEL if grid_thw[0] == 1 else _PANEL
+        panel = side, max(1, round(side * height / width))
         return cls(grid_thw, tuple(shown), panel, min(len(shown), 4))
 
     @property
@@ -76,29 +78,41 @@ class AttentionLayout:
 
 
 def attention_picture(
-    frames: torch.Tensor, attended: np.ndarray, token: tuple[int, int, int], layout: AttentionLayout
+    frames: torch.Tensor,
+    levels: np.ndarray,
+    deepest: int,
+    token: tuple[int, int, int],
+    layout: AttentionLayout,
+    word: str = "attended",
 ) -> Image.Image:
-    """Draw the frames with what the query did not attend to darkened, and the query outlined.
+    """Draw the frames, the darker the more coarsely the query attended to them, and the query outlined.
 
     Args:
-        frames: (T, 3, H, W) uint8, the clip.
-        attended: bool (frames, height, width) over the token grid.
+        frames: (T, 3, H, W) uint8, the clip or picture.
+        levels: int8 (frames, height, width) over the token grid: 0 where the query attended to the token itself, larger
+            where it did to means of ever more tokens.
+        deepest: the level of what it did not see, or most coarsely; at least 1.
         token: (frame, row, column) of the query.
         layout: where the panels lie.
+        word: what the share of level 0 is called.
     """
     picture = Image.new("RGB", layout.size, PAPER)
     draw = ImageDraw.Draw(picture)
     steps, height, width = layout.grid_thw
     for place, step in enumerate(layout.shown):
         number = 0 if steps == 1 else round(step * (len(frames) - 1) / (steps - 1))
-        image = to_image(frames[number]).resize(layout.panel, Image.Resampling.BICUBIC)
-        seen = Image.fromarray(np.where(attended[step], 255, round(255 * _DIM)).astype(np.uint8))
+        smooth = Image.Resampling.BICUBIC if steps > 1 else Image.Resampling.NEAREST  # of a picture, pixels are tokens
+        image = to_image(frames[number]).resize(layout.panel, smooth)
+        shade = 1 - (1 - _DIM) * levels[step].astype(np.float32) / deepest
+        seen = Image.fromarray((255 * shade).round().astype(np.uint8))
         light = np.asarray(seen.resize(layout.panel, Image.Resampling.NEAREST), dtype=np.float32)[..., None] / 255
         panel = Image.fromarray((np.asarray(image, dtype=np.float32) * light).round().astype(np.uint8))
         left, top = layout.corner(place)
         picture.paste(panel, (left, top))
-        share = f"{attended[step].mean():.0%} attended"
-        draw_text(draw, (left, top - 5), f"frame {number}", _TEXT, colour=INK, anchor="ls")
+        attended = (levels[step] == 0).mean()
+        share = f"{attended:.1%} {word}" if steps == 1 else f"{attended:.0%} {word}"
+        if steps > 1:
+            draw_text(draw, (left, top - 5), f"frame {number}", _TEXT, colour=INK, anchor="ls")
         right = fit_text(share, _TEXT, layout.panel[0] - 70)
         draw_text(draw, (left + layout.panel[0], top - 5), right, _TEXT, colour=FAINT, anchor="rs")
         if step == token[0]:

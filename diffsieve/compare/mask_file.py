@@ -96,18 +96,18 @@ class MaskCollector(Collector["RecordedMask"]):
         return [(mask.layer, mask.block_index, mask) for mask in recorded_masks(self._pipe)]
 
     def _pack(self, item: RecordedMask) -> tuple[np.ndarray, ...]:
-        return _pack(item)
+        return *_pack(item), np.array(item.orders)
 
     def result(self) -> BlockMasks | None:
         """Return what was collected; `None` where no step was sparse."""
-        if not self.entries:
+        first = self.first
+        if first is None or not self.entries:
             return None
-        first = self.entries[0][1]
         masks, query_blocks, key_blocks = (np.stack([packed[i] for *_, packed in self.entries]) for i in range(3))
         return BlockMasks(
-            layers=tuple(mask.layer for _, mask, _ in self.entries),
+            layers=tuple(layer for _, layer, _ in self.entries),
             steps=tuple(step for step, *_ in self.entries),
-            orders=tuple(mask.orders for _, mask, _ in self.entries),
+            orders=tuple(tuple(packed[3].tolist()) for *_, packed in self.entries),
             masks=masks,
             query_blocks=query_blocks,
             key_blocks=key_blocks,

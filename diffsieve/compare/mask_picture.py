@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw
 from ..errors import UserInputError
 from .canvas import FAINT, FRAME, INK, PAPER, draw_text, fit_text, text_size
 
+MASK_LEGEND = "computed", "skipped"
 _KEPT = (31, 95, 176)
 _SKIPPED = (233, 237, 242)
 _SIDE = 264  # pixels that a panel aims at
@@ -24,7 +25,8 @@ def mask_picture(
     title: str,
     notes: Sequence[str] = (),
     names: Sequence[str] | None = None,
-    legend: tuple[str, str] = ("computed", "skipped"),
+    legend: tuple[str, str] = MASK_LEGEND,
+    first_head: int = 0,
 ) -> Image.Image:
     """Draw the mask of one layer.
 
@@ -34,6 +36,7 @@ def mask_picture(
         notes: lines under the panels.
         names: one a head, for instance its token order; default none.
         legend: what True and False stand for.
+        first_head: number of the first head of `mask`.
 
     Raises:
         UserInputError: mask of another shape or without heads.
@@ -64,7 +67,14 @@ def mask_picture(
         y = top + row * (above + height + below) + above
         density = float(mask[head].float().mean())
         name = f" · {names[head]}" if names is not None else ""
-        draw_text(draw, (x, y - 8), fit_text(f"head {head}{name}", small, width - 70), small, colour=INK, anchor="ls")
+        draw_text(
+            draw,
+            (x, y - 8),
+            fit_text(f"head {first_head + head}{name}", small, width - 70),
+            small,
+            colour=INK,
+            anchor="ls",
+        )
         draw_text(draw, (x + width, y - 8), f"{density:.1%} kept", small, colour=FAINT, anchor="rs")
         picture.paste(panel, (x, y))
         draw.rectangle((x - 1, y - 1, x + width, y + height), outline=FRAME)

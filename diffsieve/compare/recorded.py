@@ -92,9 +92,12 @@ class Collector(ABC, Generic[Item]):
 
     def __init__(self, pipe: Any, steps: int) -> None:
         self._pipe, self._steps = pipe, steps
-        self._wanted: set[int] | None = None
         self._latest: dict[str, Any] = {}
-        self.entries: list[tuple[int, Item, tuple[np.ndarray, ...]]] = []
+        self._wanted_steps: set[int] = set()
+        self._wanted_layers: set[str] = set()
+        self.first: Item | None = None
+        # Step, layer, and the arrays of `_pack`: nothing that would keep memory of the device.
+        self.entries: list[tuple[int, str, tuple[np.ndarray, ...]]] = []
 
     @abstractmethod
     def _found(self) -> list[tuple[str, Any, Item]]:
@@ -116,10 +119,15 @@ class Collector(ABC, Generic[Item]):
             if self._latest.get(layer) is mark:
                 continue
             self._latest[layer] = mark
+            if self.first is not None and (step not in self._wanted_steps or layer not in self._wanted_layers):
+                continue
             packed = self._pack(item)
-            if self._wanted is None:
-                size = sum(array.nbytes for array in packed)
-                rest = range(step, self._steps)
-                self._wanted = set(spread(rest, max(1, MAX_BYTES // (size * len(found)))))
-            if step in self._wanted:
-                self.entries.append((step, item, packed))
+            if self.first is None:
+                self.first = item
+                fit = max(1, MAX_BYTES // sum(array.nbytes for array in packed))
+                layers = [name for name, *_ in found]
+                self._wanted_layers = {layers[place] for place in spread(range(len(layers)), fit)}
+                steps = spread(range(step, self._steps), max(1, fit // len(self._wanted_layers)))
+                self._wanted_steps = set(steps)
+            if step in self._wanted_steps and layer in self._wanted_layers:
+                self.entries.append((step, layer, packed))

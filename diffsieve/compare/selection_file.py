@@ -117,13 +117,13 @@ class SelectionCollector(Collector["RecordedSelection"]):
 
     def result(self) -> Selections | None:
         """Return what was collected; `None` where nothing was chosen."""
-        if not self.entries:
+        first = self.first
+        if first is None or not self.entries:
             return None
-        first = self.entries[0][1]
         levels = range(len(first.indices))
         raster = first.raster_index
         return Selections(
-            layers=tuple(found.layer for _, found, _ in self.entries),
+            layers=tuple(layer for _, layer, _ in self.entries),
             steps=tuple(step for step, *_ in self.entries),
             block_size=first.block_size,
             grid_thw=first.grid_thw,

@@ -63,7 +63,7 @@ def test_defaults_may_be_left_out(client):
 
 
 def test_sweep(client):
-    answer = client.predict(**ARGUMENTS, sparsities="25, 75", api_name="/sweep")
+    answer = client.predict(**ARGUMENTS, values="25, 75", api_name="/sweep")
     assert [run["report"]["settings"]["sparsity"] for run in answer["runs"]] == [0.25, 0.75]
 
 

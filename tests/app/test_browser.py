@@ -51,6 +51,11 @@ def fill(page, **changes):
     page.get_by_label("Prompt", exact=True).fill(changes.pop("prompt", "a cat moves left"))
     wanted = {label: str(changes.pop(label, value)) for label, value in {**SETTINGS, **MORE}.items()}
     assert not changes
+    settle(page, wanted)
+
+
+def settle(page, wanted):
+    """Fill fields until all of them keep what they were given."""
 
     def settled():
         lost = [label for label, value in wanted.items() if field(page, label).input_value() != value]
@@ -67,6 +72,10 @@ def field(page, label):
 
 def compare(page, **changes):
     fill(page, **changes)
+    press_compare(page)
+
+
+def press_compare(page):
     # What an earlier run left must not count as the end of this one.
     page.evaluate("document.querySelector('#ds-told .ds-good')?.classList.remove('ds-good')")
     page.get_by_role("button", name="Compare", exact=True).click()
@@ -262,7 +271,7 @@ def test_llsa_has_its_own_controls_and_its_warning(page):
     page.locator(".ds-status.ds-good", has_text="LLSA top 2").wait_for()
     page.get_by_text("was not trained with it").first.wait_for()
     tab(page, "Attention")
-    page.get_by_text("LLSA has no block mask to show").wait_for()
+    page.locator(".ds-spot", has_text="in detail, and saw").wait_for()
 
 
 def test_text_of_a_user_is_never_markup(page):
@@ -308,7 +317,7 @@ def test_runs_are_kept_opened_and_set_against_each_other(page, server):
         page.get_by_label(side, exact=True).click()
         page.get_by_role("option", name=f"seed 0 · {steps} steps").filter(has_text=prompt).last.click()
         page.get_by_role("option").first.wait_for(state="detached")
-    page.get_by_role("button", name="Show both sparse clips").click()
+    page.get_by_role("button", name="Show both sparse results").click()
     pair = page.get_by_role("group", name="BA-Att 50 %, seed 0 and BA-Att 50 %, seed 0")
     pair.wait_for()
     assert pair.locator("video").count() == 2

@@ -231,11 +231,15 @@ def test_a_spot_shows_what_its_query_attended_to(handlers):
             handlers.spot_view(found.id, LAYER, 2, 1, token)
 
 
-def test_llsa_runs_with_its_warning_and_has_no_block_mask(handlers):
+def test_llsa_runs_with_its_warning_and_shows_what_it_chose(handlers):
     found = run(handlers, method="llsa", topk=2, block_size=4)
     assert "was not trained with it" in found.clip["notes"][0]
-    with pytest.raises(AppError, match="LLSA has no block mask to show"):
-        handlers.masks(found.id)
+    assert handlers.masks(found.id).steps_of(LAYER) == [0, 1, 2, 3]
+    assert handlers.mask_view(found.id, LAYER, 3, 1).width > 200
+    spot = handlers.spot_view(found.id, LAYER, 3, 1, (1, 3, 0))
+    assert (spot.attended, spot.tokens, spot.means) == (8, 48, ((4, 40),))
+    with pytest.raises(AppError, match="this run of LLSA kept no block mask: its tokens fit into one block"):
+        handlers.masks(run(handlers, method="llsa", topk=2, block_size=64).id)
     assert run(handlers, method="llsa", topk=2, block_size=4, sparsity=0.9, warmup=None).id == found.id
     assert run(handlers, method="llsa", topk=3, block_size=4).id != found.id
 
@@ -258,7 +262,7 @@ def test_an_unknown_run_is_refused(handlers, run_id):
 def test_two_runs_of_different_sizes_are_not_set_against_each_other(handlers):
     first, other, wide = run(handlers), run(handlers, sparsity=0.75), run(handlers, width=48)
     assert [found.id for found in handlers.pair(first.id, other.id)] == [first.id, other.id]
-    with pytest.raises(AppError, match="of one size, got 9 frames of 32 x 32 and 9 frames of 48 x 32"):
+    with pytest.raises(AppError, match="of one size, got a clip of 9 frames of 32 x 32 and a clip of 9 frames of 48"):
         handlers.pair(first.id, wide.id)
 
 

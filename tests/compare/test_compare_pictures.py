@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from diffsieve.compare import CompareConfig, compare
+from diffsieve.compare.evaluate import EvaluateConfig, evaluate
 from diffsieve.compare.folder import item_name
 from diffsieve.compare.mask_file import read_masks
 from diffsieve.compare.methods import TRAINED, UNTRAINED
@@ -243,3 +244,16 @@ def test_levels_that_do_not_fit_are_refused_before_anything_is_written(small):
     with pytest.raises(UserInputError, match="levels must be at most 1 for 256 tokens in blocks of 256"):
         compare(small(method="llsa", block_size=256), pipe=tiny_pixels.pipeline(levels=2))
     assert not small().out.exists()
+
+
+@pytest.mark.parametrize("save_frames", [True, False], ids=["raw", "png"])
+def test_eval_reads_comparisons_of_pictures(pipe, small, tmp_path, save_frames):
+    config = small(seed=(0, 1), save_frames=save_frames)
+    made = compare(config, pipe=pipe)
+    report = evaluate(EvaluateConfig(config.out, (), tmp_path / "eval", metrics=("psnr",), device="cpu"))
+    (run,) = report["runs"]
+    assert [clip["seed"] for clip in run["clips"]] == [0, 1]
+    for clip, own in zip(run["clips"], made["clips"], strict=True):
+        # Eight bits move the figure a little.
+        tolerance = 1e-6 if save_frames else 0.05
+        assert clip["metrics"]["psnr"]["mean"] == pytest.approx(own["metrics"]["psnr"]["mean"], abs=tolerance)

@@ -1,5 +1,6 @@
 // <diffsieve-player data-clip="{...}">: two clips of the same length that play in step, beside each other, with a
-// slider between them, or as the map of their difference. All text goes in as text, never as HTML.
+// slider between them, or as the map of their difference; or two pictures, where `fps` is null. All text goes in as
+// text, never as HTML.
 (() => {
   const make = (tag, attributes = {}, ...children) => {
     const element = document.createElement(tag);
@@ -44,26 +45,29 @@
       this.stop();
       this.shown = this.dataset.clip;
       this.clip = JSON.parse(this.shown);
+      this.still = this.clip.fps === null;
       this.frame = 0;
       this.root = make("div", { class: "ds-player", role: "group", "aria-label": this.clip.title });
       this.build();
       this.replaceChildren(this.root);
       this.show("side");
       // Muted clips may start by themselves; where they may not, or motion is not wanted, the button is there.
-      if (!matchMedia("(prefers-reduced-motion: reduce)").matches) this.play();
+      if (!this.still && !matchMedia("(prefers-reduced-motion: reduce)").matches) this.play();
     }
 
     build() {
       const { left, right, difference, frames } = this.clip;
-      const video = (clip, name) =>
+      const picture = (clip, name) =>
+        make("img", { src: clip.src, "data-side": name, alt: clip.label ?? "absolute difference", draggable: "false" });
+      const video = (clip, name) => this.still ? picture(clip, name) :
         make("video", { src: clip.src, muted: true, playsinline: true, preload: "auto", "data-side": name,
           "aria-label": `${clip.label ?? "absolute difference"}, video`, tabindex: "-1" });
       this.left = video(left, "left");
       this.right = video(right, "right");
       this.third = difference ? video(difference, "difference") : null;
-      this.videos = [this.left, this.right, ...(this.third ? [this.third] : [])];
+      this.videos = this.still ? [] : [this.left, this.right, ...(this.third ? [this.third] : [])];
       for (const one of this.videos) one.muted = true;
-      this.left.addEventListener("ended", () => this.restart());
+      if (!this.still) this.left.addEventListener("ended", () => this.restart());
       this.left.addEventListener("error", () => this.fail());
       this.right.addEventListener("error", () => this.fail());
 
@@ -108,15 +112,16 @@
       this.legend = make("div", { class: "ds-legend" }, make("span", {}, "0"), make("i"),
         make("span", {}, difference ? `${difference.end} and more` : ""),
         make("small", {}, "mean absolute difference of R, G and B, values 0 to 1"));
+      const transport = [this.button, this.back, this.scrub, this.forth, this.readout, this.speed];
       this.root.append(
         this.choices,
         this.stage,
-        make("div", { class: "ds-transport" }, this.button, this.back, this.scrub, this.forth, this.readout, this.speed),
+        ...(this.still ? [] : [make("div", { class: "ds-transport" }, ...transport)]),
         this.positionRow,
         this.legend,
       );
       this.divide();
-      this.draw();
+      if (!this.still) this.draw();
     }
 
     show(view) {
@@ -174,7 +179,7 @@
     // Runs once for every frame of the screen: the left clip leads, the others follow.
     tick() {
       if (this.gone) return;
-      if (!this.left.paused) {
+      if (!this.still && !this.left.paused) {
         const time = this.left.currentTime;
         for (const video of this.videos.slice(1)) {
           if (Math.abs(video.currentTime - time) > 0.6 / this.clip.fps && !video.seeking) video.currentTime = time;
@@ -186,7 +191,7 @@
           this.draw();
         }
       }
-      if (this.wasPaused !== this.left.paused) {
+      if (!this.still && this.wasPaused !== this.left.paused) {
         this.wasPaused = this.left.paused;
         this.draw();
       }
@@ -204,7 +209,7 @@
 
     fail() {
       if (this.root.querySelector(".ds-note")) return;
-      this.root.append(make("p", { class: "ds-note", role: "alert" }, "These clips are not on the server any more: run it again."));
+      this.root.append(make("p", { class: "ds-note", role: "alert" }, "These files are not on the server any more: run it again."));
     }
   }
 
