@@ -88,14 +88,14 @@ def gate(report: dict[str, Any], save: Any) -> None:
     print(check_small(*jobs[0]), flush=True)
     with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
         pool.starmap(warm_up, jobs, chunksize=1)
-    for job in jobs:
-        row = check_small(*job)
+    for check in [partial(check_small, *job) for job in jobs] + [check_far]:
+        row = check()
         report.setdefault("gate", []).append(row)
         if not row["ok"]:
             print("FAILED", row, flush=True)
         save()
     failed = sum(not row["ok"] for row in report["gate"])
-    print(f"gate: {len(jobs)} cases, {failed} failed", flush=True)
+    print(f"gate: {len(report['gate'])} cases, {failed} failed", flush=True)
     if failed:
         raise SystemExit(1)
 
@@ -129,6 +129,19 @@ def check_small(case: AttentionCase, dtype: torch.dtype, tile: HopperTile | None
             row["lse_error"] = testing.lse_error(first[1], exact_lse)
             row["lse_bound"] = testing.lse_bound(single, exact_lse)
             row["ok"] = row["ok"] and row["lse_error"] <= row["lse_bound"]
+    except Exception as error:
+        row |= {"ok": False, "exception": f"{type(error).__name__}: {str(error)[:300]}"}
+    return row
+
+
+def check_far() -> dict[str, Any]:
+    """Tensors of more than 2^31 elements, some rows of every head."""
+    case = AttentionCase(heads=130, kv_heads=130, len_q=131_072, len_k=131_072, dim=128, block_size=128, density=1e-3)
+    row: dict[str, Any] = {"case": f"{case}-{torch.bfloat16}"}
+    try:
+        inputs = testing.make_inputs(case, dtype=torch.bfloat16, device="cuda")
+        row |= testing.sampled_errors(inputs, run_hopper(inputs, 128, lse=True)[0], 128, samples=130)
+        row["ok"] = row["error"] <= row["bound"]
     except Exception as error:
         row |= {"ok": False, "exception": f"{type(error).__name__}: {str(error)[:300]}"}
     return row
