@@ -49,6 +49,9 @@ class CaptureConfig(RunConfig):
     both_branches: bool = False
     out: Path = Path("outputs/capture")
 
+    def _refuse_sparse(self) -> None:
+        """The warm-up is looked at."""
+
 
 def capture(
     config: CaptureConfig,

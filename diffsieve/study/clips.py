@@ -63,6 +63,9 @@ class StudyConfig(RunConfig):
     lpips_weights: Path | None = None
     out: Path = Path("outputs/study")
 
+    def _refuse_sparse(self) -> None:
+        """Warm-up and block size are those of the sparse variants."""
+
 
 @dataclass(frozen=True)
 class _Bench:
