@@ -44,17 +44,18 @@ def resolve_place(config: Config, pipe: Any | None) -> Config:
     return dataclasses.replace(config, device=str(device), dtype=dtype, model=model_name(pipe))
 
 
-def prepare(config: Config, *, pipe: Any | None, attention: Any | None) -> Prepared[Config]:
+def prepare(config: Config, *, pipe: Any | None, attention: Any | None, pictures: bool = False) -> Prepared[Config]:
     """Load the pipeline unless it is given, fill in its defaults, and check everything that can be checked beforehand.
 
     Args:
         config: with device and dtype (`resolve_place`).
         pipe: a loaded pipeline, or `None`.
         attention: configuration of the sparse attention in place of the one that `config` describes, or `None`.
+        pictures: whether the model may be one of pictures.
 
     Raises:
-        UserInputError: no such model, no pipeline of clips from text or of pictures with a transformer, a size that it
-            would round, a class that it does not know, a family without an adapter.
+        UserInputError: no such model, no pipeline of clips from text (or of pictures) with a transformer, a size that
+            it would round, a class that it does not know, a family without an adapter.
         BackendUnavailableError: the named backend cannot run here.
     """
     if pipe is None:
@@ -64,7 +65,12 @@ def prepare(config: Config, *, pipe: Any | None, attention: Any | None) -> Prepa
     from ..kernels.llsa import resolve_levels
     from ..processors import LLSAConfig, trained_llsa
 
-    config = fit_pictures(config, pipe) if makes_pictures(pipe) else config
+    if makes_pictures(pipe):
+        if not pictures:
+            raise UserInputError(
+                f"model must be a text-to-video pipeline, got {type(pipe).__name__}, which makes pictures"
+            )
+        config = fit_pictures(config, pipe)
     config = config.filled(generation_defaults(pipe))
     assert config.frames is not None
     assert config.height is not None

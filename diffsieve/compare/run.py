@@ -74,7 +74,7 @@ def compare(
         if config.method == AUTO:  # the model decides, which is not loaded yet
             del given["method"]
         folders.check_same_settings(earlier, given, config.out)
-    ready = prepare(config, pipe=pipe, attention=attention)
+    ready = prepare(config, pipe=pipe, attention=attention, pictures=True)
     config, layer = ready.config, mask_layer(ready)
     if layer is not None:
         ready = record_layers(ready, layer)

@@ -13,6 +13,7 @@ from diffsieve.compare.shards import Deadline, Shard
 from diffsieve.errors import UserInputError
 from diffsieve.processors import observe_attention
 from diffsieve.study import capture, captured_files, read_captured
+from tests import tiny_pixels
 from tests.tiny import HEADS
 
 
@@ -98,3 +99,8 @@ def test_refusals(pipe, captures, tmp_path):
         read_captured(path)
     with pytest.raises(UserInputError, match="finished clip"):
         captured_files(tmp_path)
+
+
+def test_a_model_of_pictures_is_refused(captures):
+    with pytest.raises(UserInputError, match="model must be a text-to-video pipeline, got PixelDiTPipeline"):
+        capture(captures(), pipe=tiny_pixels.pipeline())
