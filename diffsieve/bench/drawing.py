@@ -125,7 +125,7 @@ def bar_plot(title: str, subtitle: str, bars: Mapping[str, Mapping[str, float]],
     Args:
         title: what is shown.
         subtitle: where it was measured.
-        bars: by the label of the row, its parts by name; the same parts in each.
+        bars: by the label of the row, its parts by name.
         unit: of the parts, for the totals.
     """
     names = list(dict.fromkeys(name for parts in bars.values() for name in parts))

@@ -59,6 +59,19 @@ def test_ba_att(tmp_path):
     assert default["grid_thw"] == list(GRID)
 
 
+def test_stages_of_a_call_that_undoes_the_order_with_the_compensation(tmp_path, monkeypatch):
+    found = {"selection": 2.0, "attention": 9.0}
+    monkeypatch.setattr(ba_att.Timer, "stages", lambda self, call: found)
+    monkeypatch.setattr(ba_att.Timer, "eager", lambda self, call: ({"ms": 8.0}, {}))
+    config = _config(tmp_path)
+    inputs = ba_att._inputs(config, GRID)
+    options = ba_att._options(config, GRID, "default", 0.5)
+    extra = ba_att._extra(config, (inputs.query, inputs.key, inputs.value), options)
+    assert extra["stages_ms"] == {
+        "order, statistics, choice of blocks": 2.0, "attention kernel": 8.0, "compensation, order undone": 1.0,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("wrong", ["output", "lists", "random"])
 def test_ba_att_sees_a_wrong_call(tmp_path, monkeypatch, wrong):
     right = ba_att.ba_attention

@@ -68,7 +68,7 @@ def _problem(config: BenchConfig, model: str, grid: Grid) -> Problem:
     dense = [
         Variant(
             name, partial(_prepare_dense, config, model, grid, kernel), {"method": name, "sparsity": None},
-            baseline=name != "dense, FlashAttention-2",
+            baseline=name != "dense, FlashAttention-2", peer=True,
         )
         for name, kernel in kernels.items()
     ]  # fmt: skip
