@@ -1,6 +1,7 @@
 """The pixel-space DiT: the model at any size, its attention methods, and its token order."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -201,14 +202,17 @@ def test_full_attention_for_a_while(method):
     "options",
     [{"topk": [3, 2], "levels": 2}, {"disjoint": True, "token_order": "morton"}, {"attention_method": "topk"}, {}],
 )
-def test_the_settings_that_a_model_was_trained_with_repeat_it_bit_for_bit(options):
+def test_the_settings_that_a_model_was_trained_with_repeat_it_bit_for_bit(options, caplog):
     model = tiny_pixels.transformer(**options)
     own = run(model, *inputs())
     config = trained_llsa(model)
     with full_attention(model):
-        apply_sparse_attention(model, config)
+        apply_sparse_attention(model, dataclasses.replace(config, record_masks=(0,)))
         assert torch.equal(run(model, *inputs()), own)
         remove_sparse_attention(model)
+    assert caplog.messages == [], "nothing to warn of"
+    apply_sparse_attention(model, dataclasses.replace(config, block_size=4))
+    assert "changes the output of a model that was not trained with it" in caplog.text
     assert trained_llsa(tiny_pixels.transformer(attention_method="full")) is None
 
 
