@@ -33,7 +33,9 @@ def parse_warmup(value: Any) -> int | float:
 Model = Annotated[
     str,
     typer.Option(
-        "--model", help="mini-wan or mini-pixel-dit (ship with diffsieve), a folder in diffusers format, a hub id."
+        "--model",
+        help="mini-wan, which ships with diffsieve; mini-pixel-dit, where its weights are in the package; a folder in "
+        "diffusers format; a hub id.",
     ),
 ]
 Preset = Annotated[

@@ -52,8 +52,9 @@ class BAAttConfig:
     """What to skip, where and when. Fields marked (preset) take their value from `preset` unless given.
 
     Args:
-        preset: "default" calibrates the token order of each head and centres the keys; "paper" is BA-Att as published
-            (arXiv 2605.19726): a yardstick, worse on models whose token norms are alike.
+        preset: "default" calibrates the token order of each head, centres the keys, and lets the means of skipped
+            blocks stand in for them; "paper" is BA-Att as published (arXiv 2605.19726): a yardstick, worse on models
+            whose token norms are alike.
         sparsity: Share of (query block, key block) pairs to skip, in [0, 1). Default 0.5. More is faster and further
             from the dense result. Give this or `density`.
         density: Share of pairs to keep, in (0, 1]; 1 - sparsity.
@@ -95,8 +96,8 @@ class BAAttConfig:
         text: Joint attention only. "keep": text queries run dense and text keys are always kept; "dense": layers with
             text tokens in their sequence run dense altogether (slower, safest).
         backend: Kernel: "auto" (by device, dtype and shape) or a name. A named backend that cannot run is an error.
-        min_tokens: Shorter sequences run dense, because the sparse kernels lose there; "auto" is 2,048 on CPU and
-            16,384 on CUDA.
+        min_tokens: Shorter sequences run dense, because the sparse kernels lose there; "auto" is 2,048 on CPU,
+            16,384 on CUDA and 8,192 elsewhere.
         measure_time: Measure the seconds in selection and attention on GPUs too (CUDA events, a little slower). On CPU
             they are always measured. Not inside compiled code.
         record_masks: Layers whose last block mask is kept for pictures (see `recorded_masks`). Costs its memory, and
