@@ -60,8 +60,8 @@ class LLSAProcessor:
         """
         config = self.config
         indices = None
-        # Shorter sequences are attended densely: nothing is chosen.
-        if self._record and query.shape[2] >= config.block_size:
+        # Shorter sequences are attended densely: nothing is chosen. Compiled code keeps nothing.
+        if self._record and query.shape[2] >= config.block_size and not torch.compiler.is_compiling():
             indices = self._selection = hierarchical_topk(
                 query,
                 key,

@@ -29,7 +29,7 @@ class LLSAConfig:
         backend: Kernel: "auto" (by device, dtype and shape), "reference", "torch" or "triton". A named backend that
             cannot run is an error.
         record_masks: Layers whose last choice of keys is kept for pictures (see `recorded_selections`), counted as in
-            `dense_layers`. Costs its memory, and what the choice reuses of its means.
+            `dense_layers`. Costs its memory, and what the choice reuses of its means. Eager runs only.
 
     Raises:
         UserInputError: a value is out of range, or two fields contradict each other.
