@@ -59,7 +59,11 @@ def generate(
     python: Python = None,
     method: Annotated[
         str,
-        typer.Option("--method", help="ba-att, llsa, or dense for the pipeline as it is.", rich_help_panel="Method"),
+        typer.Option(
+            "--method",
+            help="ba-att, llsa, or dense for the pipeline as it is, without the flags below.",
+            rich_help_panel="Method",
+        ),
     ] = "ba-att",
     preset: flags.Preset = None,
     sparsity: flags.Sparsity = None,
