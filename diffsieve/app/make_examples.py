@@ -19,7 +19,8 @@ from ..compare import CompareConfig, Progress, compare
 from ..compare.files import write_json
 from ..compare.folder import REPORT
 from ..compare.mask_file import read_masks, write_masks
-from ..pipelines.defaults import MINI_WAN, MINI_WAN_DEFAULTS
+from ..compare.selection_file import read_selections, write_selections
+from ..pipelines.defaults import EMBEDDED, MINI_PIXEL_DIT, MINI_WAN, MINI_WAN_DEFAULTS
 from ..pipelines.loading import load_pipeline
 from ..pipelines.training.folders import replace_folder
 from .errors import public_report
@@ -31,19 +32,21 @@ logger = logging.getLogger(__name__)
 # One example for each: number of the model's own prompt, sparsity.
 CHOSEN = ((0, 0.5), (0, 0.75), (2, 0.75))
 MAX_BYTES = 1_500_000
-_KEPT = ("dense", "sparse", "difference_clip", "masks")
+_KEPT = ("dense", "sparse", "difference_clip", "difference_map", "masks", "selections")
 _MASK_STEPS = 3
+_SELECTION_STEPS = 2
 
 
 def make_examples(target: Path, *, pipe: Any | None = None, chosen: Sequence[tuple[int, float]] = CHOSEN,
-                  **settings: Any) -> int:  # fmt: skip
+                  pictures: Any | None = None, **settings: Any) -> int:  # fmt: skip
     """Generate the examples and put them into `target`, in place of what is there.
 
     Args:
         target: folder of the examples.
         pipe: a loaded pipeline; default: the embedded model.
         chosen: number of the prompt and sparsity of each.
-        **settings: further fields of `CompareConfig`.
+        pictures: a loaded model of pictures for one more example, with its own defaults.
+        **settings: further fields of `CompareConfig` for the clips.
 
     Returns:
         Bytes of all examples.
@@ -67,23 +70,30 @@ def make_examples(target: Path, *, pipe: Any | None = None, chosen: Sequence[tup
             )
             compare(config, pipe=pipe, progress=_log, dense_clips=Path(work) / "dense")
             slim(config.out, ready / f"example-{number}")
+        if pictures is not None:
+            config = CompareConfig(save_masks=True, out=Path(work) / "pictures")
+            compare(config, pipe=pictures, progress=_log)
+            slim(config.out, ready / f"example-{len(chosen) + 1}")
         # Whole or not at all: a run that is broken off leaves the old examples.
         return replace_folder(target, lambda folder: shutil.copytree(ready, folder, dirs_exist_ok=True),
                               max_bytes=MAX_BYTES)  # fmt: skip
 
 
 def slim(run: Path, target: Path) -> None:
-    """Copy what the page shows of a comparison: clips, difference, masks of three steps, poster and report."""
+    """Copy what the page shows of a comparison: clips, difference, masks of some steps, poster and report."""
     report = public_report(json.loads((run / REPORT).read_text(encoding="utf-8")))
     clip = report["clips"][0]
     folder = target / clip["folder"]
     folder.mkdir(parents=True)
     clip["files"] = {key: name for key, name in clip["files"].items() if key in _KEPT}
     for key, name in clip["files"].items():
+        source = run / clip["folder"] / name
         if key == "masks":
-            write_masks(folder / name, read_masks(run / clip["folder"] / name).thinned(_MASK_STEPS))
+            write_masks(folder / name, read_masks(source).thinned(_MASK_STEPS))
+        elif key == "selections":
+            write_selections(folder / name, read_selections(source).thinned(_SELECTION_STEPS))
         else:
-            shutil.copyfile(run / clip["folder"] / name, folder / name)
+            shutil.copyfile(source, folder / name)
     write_poster(target, clip)
     assert (target / POSTER).is_file()
     write_json(target / REPORT, report)
@@ -96,7 +106,8 @@ def _log(report: Progress) -> None:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    size = make_examples(EXAMPLES)
+    installed = (EMBEDDED[MINI_PIXEL_DIT] / "model_index.json").is_file()
+    size = make_examples(EXAMPLES, pictures=load_pipeline(MINI_PIXEL_DIT) if installed else None)
     logger.info("%d bytes in %s", size, EXAMPLES)
 
 

@@ -12,7 +12,8 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError as ClientError
 from PIL import Image
 
-from diffsieve.app import views
+from diffsieve.app import make_examples as module
+from diffsieve.app import models, views
 from diffsieve.app.controls import method_controls, model_controls, sweep_controls
 from diffsieve.app.errors import AppError, CancelledError
 from diffsieve.app.limits import Limits
@@ -24,6 +25,7 @@ from diffsieve.errors import UserInputError
 from diffsieve.pipelines import defaults
 from tests import tiny_pixels
 from tests.app.conftest import make_handlers, small
+from tests.app.serving import EXAMPLE
 from tests.app.test_handlers import files_under
 from tests.tiny import wan_pipeline
 
@@ -192,8 +194,8 @@ def test_the_python_lines_build_the_same_configuration(handlers):
 
 
 def test_the_controls_of_a_model_of_pictures():
-    models = shelf()
-    picture, clip = (model_controls(models.get(name), Limits(picture=100)) for name in ("pixels", "tiny"))
+    offered = shelf()
+    picture, clip = (model_controls(offered.get(name), Limits(picture=100)) for name in ("pixels", "tiny"))
     assert picture["class_name"]["choices"] == list(tiny_pixels.CLASSES)
     assert [picture[name]["visible"] for name in ("class_name", "prompt", "negative_prompt", "frames")] == [
         True, False, False, False,
@@ -202,17 +204,15 @@ def test_the_controls_of_a_model_of_pictures():
     assert (picture["width"]["value"], picture["height"]["value"]) == (10, 10), "as large as the server allows"
     assert picture["method"]["value"] == "llsa"
     assert (picture["topk"]["value"], picture["block_size"]["value"]) == (2, 8), "as trained"
-    assert method_controls("llsa", models.get("tiny"))["topk"]["value"] == 8
-    assert method_controls("ba-att", models.get("pixels"))["block_size"]["value"] == 128
+    assert method_controls("llsa", offered.get("tiny"))["topk"]["value"] == 8
+    assert method_controls("ba-att", offered.get("pixels"))["block_size"]["value"] == 128
     assert sweep_controls("llsa", 6)["value"] == "2, 4, 8, 16"
 
 
 def test_the_embedded_model_of_pictures_is_offered_as_soon_as_its_folder_is_there(tmp_path, monkeypatch):
-    from diffsieve.app import models as module
-
     folder = tmp_path / "mini_pixel_dit"
     known = {**defaults.EMBEDDED, defaults.MINI_PIXEL_DIT: folder}
-    for place in (defaults, module):
+    for place in (defaults, models):
         monkeypatch.setattr(place, "EMBEDDED", known)
     monkeypatch.setattr("diffsieve.pipelines.loading.EMBEDDED", known)
     assert defaults.MINI_PIXEL_DIT not in offered_models()
@@ -251,9 +251,6 @@ def test_the_endpoints(tmp_path):
 
 
 def test_examples_that_are_broken_off_leave_the_old_ones(tmp_path, monkeypatch):
-    from diffsieve.app import make_examples as module
-    from tests.app.serving import EXAMPLE
-
     target = tmp_path / "examples"
     module.make_examples(target, pipe=wan_pipeline(), chosen=((0, 0.5),), **EXAMPLE)
     before = {name: (target / name).read_bytes() for name in files_under(target)}
@@ -277,3 +274,15 @@ def test_examples_that_are_broken_off_leave_the_old_ones(tmp_path, monkeypatch):
         with pytest.raises(Exception, match="must have at most 1000 bytes"):
             module.make_examples(target, pipe=wan_pipeline(), chosen=((1, 0.5),), **EXAMPLE)
     assert {name: (target / name).read_bytes() for name in files_under(target)} == before
+
+
+def test_an_example_of_pictures(tmp_path):
+    module.make_examples(tmp_path / "examples", chosen=(), pipe=wan_pipeline(), pictures=tiny_pixels.pipeline())
+    made = make_handlers(tmp_path / "store", examples=tmp_path / "examples")
+    (example,) = made.runs()
+    assert (example.id, example.pictures, example.clip["prompt"]) == ("example-1", True, tiny_pixels.CLASSES[0])
+    for key in ("dense", "sparse", "difference_map", "selections", "poster"):
+        assert made.store.publish(example, key).is_file(), key
+    assert made.masks(example.id).steps_of(LAYER) == [0, 19]
+    assert made.spot_view(example.id, LAYER, 19, 0, (0, 0, 0)).attended == 16
+    made.store.close()

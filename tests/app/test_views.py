@@ -192,9 +192,10 @@ def test_the_shipped_examples_are_small_and_complete(tmp_path):
     assert examples, "make examples"
     assert sum(path.stat().st_size for path in EXAMPLES.rglob("*") if path.is_file()) <= MAX_BYTES
     for run in examples:
-        for key in ("dense", "sparse", "difference_clip", "masks", "poster", "report"):
+        own = ("difference_map", "selections") if run.pictures else ("difference_clip", "masks")
+        for key in ("dense", "sparse", *own, "poster", "report"):
             assert store.publish(run, key) is not None, key
-        assert run.report["settings"]["model"] == "mini-wan"
+        assert run.report["settings"]["model"] == ("mini-pixel-dit" if run.pictures else "mini-wan")
         assert math.isfinite(run.clip["metrics"]["psnr"]["mean"])
         assert str(Path.home()) not in json.dumps(run.report)
         assert views.headline(run)
