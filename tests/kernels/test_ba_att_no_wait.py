@@ -6,7 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diffsieve.kernels.ba_att import ba_attention
+from diffsieve.kernels.ba_att import ba_attention, fused_selection
+from diffsieve.kernels.ba_att.calibration import _attention_mass
 from diffsieve.kernels.ba_att.ordering import _sort_all_heads, _sort_known_heads
 
 GRID, LENGTH, HEADS = (5, 9, 10), 450, 4
@@ -42,9 +43,10 @@ def case_id(case):
     return "-".join(str(value) for value in case.values())
 
 
-@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize(("backend", "lean"), [("torch", False), ("auto", False), ("auto", True)])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_whole_call(case, backend, monkeypatch):
+def test_whole_call(case, backend, lean, monkeypatch):
+    monkeypatch.setattr(fused_selection, "LEAN", lean)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     # It looks at the values of a table on the CPU, which fake tensors do not have.
     monkeypatch.setattr("diffsieve.kernels.ba_att.ordering._check_orders", lambda *_: None)
@@ -72,6 +74,16 @@ def test_orders_of_heads(table):
             _sort_all_heads(query, key, on_device, kept, 64, True)
 
 
+@pytest.mark.parametrize("lean", [False, True])
+def test_mass_of_the_calibration(lean, monkeypatch):
+    monkeypatch.setattr(fused_selection, "LEAN", lean)
+    with FakeTensorMode():
+        query, key = on_a_gpu(2, HEADS, 2 * 32, 16), on_a_gpu(2, LENGTH, 2, 16).transpose(1, 2)
+        with NoWait():
+            mass = _attention_mass(query, key, 32, 0.25)
+    assert (mass.shape, mass.dtype) == ((2, HEADS, 2, LENGTH), torch.float32)
+
+
 def test_a_wait_is_noticed():
     with FakeTensorMode():
         scores = on_a_gpu(4)
@@ -84,8 +96,10 @@ def test_a_wait_is_noticed():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_on_a_gpu(case):
+def test_on_a_gpu(case, lean, monkeypatch):
+    monkeypatch.setattr(fused_selection, "LEAN", lean)
     length = LENGTH + case.get("text_suffix", 0)
     inputs = [torch.randn(1, length, HEADS, 64, device="cuda").bfloat16().transpose(1, 2) for _ in range(3)]
     options = {**case, "orders": torch.tensor([0, 1, 3, 4]) if case["orders"] == "table" else case["orders"]}

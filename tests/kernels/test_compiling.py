@@ -40,7 +40,7 @@ def block_sparse() -> list:
 
 
 def ba_att() -> list:
-    from diffsieve.kernels.ba_att import centroids_triton, fused_triton
+    from diffsieve.kernels.ba_att import centroids_triton, fused_triton, norm_sort_triton, selection_triton
 
     tokens, order = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16), torch.arange(256)
 
@@ -52,8 +52,14 @@ def ba_att() -> list:
             tokens, torch.zeros(1, 2, 256), tokens, means, means, torch.ones(2),
             torch.ones(1, 2, 2, 2, dtype=torch.bool), block_size=128, scale=0.1,
         )  # fmt: skip
+        selection_triton.block_scores_triton(
+            means, means, means, means, torch.ones(2), torch.zeros(1, 2, 1, 64),
+            beta=0.5, log_count=True, second_order=True, residual=False, scale=0.1,
+        )  # fmt: skip
+        selection_triton.select_blocks_triton(torch.zeros(1, 2, 2, 2), 1, return_mask=False)
+        norm_sort_triton.window_order_triton(tokens[:, :1], torch.zeros(1, 1, 1, 64), order, 128, descending=True)
 
-    return launches_of([centroids_triton, fused_triton], run)
+    return launches_of([centroids_triton, fused_triton, norm_sort_triton, selection_triton], run)
 
 
 def llsa() -> list:

@@ -7,15 +7,17 @@ tokens stay dense: their rows see all keys, their keys are kept by every row as 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ..block_sparse import block_sparse_attention, choose_backend
+from . import fused_selection
 from .centroids import add_centroids
 from .checks import check_arguments
 from .custom import CustomSelection
 from .fused import fuses, gather_with_means, gather_with_statistics, scatter_tokens
+from .fused_selection import score_blocks_fused, select_blocks_fused, selects
 from .ordering import Grid, Orders, TokenOrders, gather_tokens, token_orders
 from .scores import score_blocks
 from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p
@@ -133,7 +135,8 @@ def ba_attention(
     video_query, video_key, video_value = query[:, :, video], key[:, :, video], value[:, :, video]
     chosen = choose_backend(query, key, block_size=block_size, backend=backend).name
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    fused = chosen == "triton" and not differentiable and fuses(query, block_size)
+    fused = chosen not in ("torch", "reference") and not differentiable and fuses(query, block_size)
+    lean = fused and fused_selection.LEAN
 
     with stage("selection"):
         if custom is not None and custom.order is not None:
@@ -155,30 +158,33 @@ def ba_attention(
         else:
             v = gather_tokens(video_value, order.key)
         kept = _video_budget(density, key_stats, num_text, block_size)
-        block_count = None
+        block_count = kept_mask = None
         if custom is not None and custom.select is not None:
             block_index, block_count = custom.select(
                 q.detach(), k.detach(), kept=kept, block_size=block_size, scale=scale
             )
         else:
-            scores = score_blocks(
-                score,
-                query_stats,
-                key_stats,
-                k.detach(),
-                block_size,
-                beta=beta,
-                center_keys=center_keys,
-                log_count=log_count or top_p is not None,
-                second_order=second_order,
-                scale=scale,
-            )
-            if top_p is None:
+            how: dict[str, Any] = {
+                "beta": beta,
+                "center_keys": center_keys,
+                "second_order": second_order,
+                "scale": scale,
+            }
+            how["log_count"] = log_count or top_p is not None
+            if lean and score != "halfk":
+                scores = score_blocks_fused(score, query_stats, key_stats, **how)
+            else:
+                scores = score_blocks(score, query_stats, key_stats, k.detach(), block_size, **how)
+            if top_p is None and lean and selects(scores.shape[-1]):
+                block_index, kept_mask = select_blocks_fused(scores, kept, return_mask=compensate == "centroid")
+            elif top_p is None:
                 block_index = select_blocks(scores, kept)
             else:
                 fewest = min(kept, _video_budget(min_density, key_stats, num_text, block_size))
                 block_index, block_count = select_blocks_top_p(scores, top_p, min_blocks=fewest, max_blocks=kept)
 
+    # The kernel that compensates is the last one, unless text joins: it can write to where the tokens came from.
+    compensated_in_place = lean and compensate == "centroid" and not num_text
     attend = partial(_attend, block_size=block_size, scale=scale, backend=backend)
     with stage("attention"):
         if compensate == "none" and not num_text:
@@ -186,18 +192,21 @@ def ba_attention(
         else:
             out, lse = attend(q, k, v, block_index, block_count)
             if compensate == "centroid":
-                kept_mask = block_mask(block_index, block_count, key_stats.size.shape[0])
+                if kept_mask is None:
+                    kept_mask = block_mask(block_index, block_count, key_stats.size.shape[0])
                 means = (key_stats.mean, value_mean, key_stats.size)
+                perm = order.query if compensated_in_place else None
                 out, lse = add_centroids(
-                    out, lse, q, *means, kept_mask, block_size=block_size, scale=scale, fused=fused
+                    out, lse, q, *means, kept_mask, block_size=block_size, scale=scale, fused=fused, perm=perm
                 )
             if num_text:
                 text_key, text_value = (_text_tokens(x, text_prefix, text_suffix) for x in (key, value))
                 every = torch.arange(-(-num_text // block_size), dtype=torch.int32, device=q.device)
                 every = every.expand(*block_index.shape[:3], -1).contiguous()
                 out, _ = _merge(out, lse, *attend(q, text_key, text_value, every, None))
-    with stage("selection"):
-        out = scatter_tokens(out, order.query, fused=fused)
+    if not compensated_in_place:
+        with stage("selection"):
+            out = scatter_tokens(out, order.query, fused=fused)
     if num_text:
         with stage("attention"):
             rows = torch.nn.functional.scaled_dot_product_attention(

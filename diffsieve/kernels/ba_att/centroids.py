@@ -5,6 +5,8 @@ Shapes: B batch, H query heads, Hkv key heads, L queries, D channels, Nq and Nk 
 
 import torch
 
+from .ordering import undo_order
+
 __all__ = ["add_centroids"]
 
 # Logits of (tokens x key blocks) held at a time (256 MiB in fp32).
@@ -23,6 +25,7 @@ def add_centroids(
     block_size: int,
     scale: float,
     fused: bool = False,
+    perm: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add every skipped block of keys to finished attention, as n copies of its mean key and mean value.
 
@@ -39,15 +42,17 @@ def add_centroids(
         block_size: queries per row of `kept`.
         scale: factor of the logits.
         fused: one Triton kernel, with the means in the dtype of `query`, instead of PyTorch's; see `fused.fuses`.
+        perm: order of the queries, (L,) or (B, H, L), to be undone in the output.
 
     Returns:
-        The output in the dtype of `out`, and the log-sum-exp over kept keys and centroids.
+        The output in the dtype of `out`, and the log-sum-exp over kept keys and centroids, in the order of `query`.
     """
-    add = _add_centroids_op if fused else _add_centroids_torch
-    result: tuple[torch.Tensor, torch.Tensor] = add(
-        out, lse, query, key_mean, value_mean, size, kept, block_size, float(scale)
-    )
-    return result
+    inputs = out, lse, query, key_mean, value_mean, size, kept
+    if fused:
+        result: tuple[torch.Tensor, torch.Tensor] = _add_centroids_op(*inputs, perm, block_size, float(scale))
+        return result
+    out, lse = _add_centroids_torch(*inputs, block_size, float(scale))
+    return undo_order(out, perm), lse
 
 
 @torch.library.custom_op("diffsieve::add_centroids", mutates_args=())
@@ -59,17 +64,32 @@ def _add_centroids_op(
     value_mean: torch.Tensor,
     size: torch.Tensor,
     kept: torch.Tensor,
+    perm: torch.Tensor | None,
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from .centroids_triton import add_centroids_triton
 
-    return add_centroids_triton(out, lse, query, key_mean, value_mean, size, kept, block_size=block_size, scale=scale)
+    inputs = out, lse, query, key_mean, value_mean, size, kept, perm
+    return add_centroids_triton(*inputs, block_size=block_size, scale=scale)
 
 
 @_add_centroids_op.register_fake
-def _(out: torch.Tensor, lse: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(out), torch.empty_like(lse)
+def _(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key_mean: torch.Tensor,
+    value_mean: torch.Tensor,
+    size: torch.Tensor,
+    kept: torch.Tensor,
+    perm: torch.Tensor | None,
+    *_: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if perm is None:
+        return torch.empty_like(out), torch.empty_like(lse)
+    batch, heads, length, dim = out.shape
+    return out.new_empty((batch, length, heads, dim)).transpose(1, 2), torch.empty_like(lse)
 
 
 def _add_centroids_torch(

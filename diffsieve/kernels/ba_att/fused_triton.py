@@ -9,6 +9,18 @@ import torch
 import triton
 import triton.language as tl
 
+# CUDA's bound on all but the first axis of a grid.
+_MAX_SECOND_AXIS = 2**16
+
+
+@triton.jit
+def _place(HEADS_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(block of tokens, head, heads) of a program. Heads first: programs that run at a time share their tokens."""
+    if HEADS_FIRST:
+        return tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    else:
+        return tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+
 
 # Lengths must not cause a new compilation, whatever they are multiples of.
 @triton.jit(do_not_specialize=["heads_per_kv", "length"])
@@ -17,12 +29,11 @@ def gather_moments_kernel(  # type: ignore[no-untyped-def]
     stride_b, stride_h, stride_l, stride_d, stride_perm,
     heads_per_kv, length,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_PERM: tl.constexpr, VARIANCE: tl.constexpr,
+    HAS_PERM: tl.constexpr, VARIANCE: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
-    head = tl.program_id(1)
+    block, head, heads = _place(HEADS_FIRST)
     batch = tl.program_id(2)
-    batch_head = batch.to(tl.int64) * tl.num_programs(1) + head
+    batch_head = batch.to(tl.int64) * heads + head
     o_l = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     o_d = tl.arange(0, BLOCK_D)
     row_mask = o_l < length
@@ -40,7 +51,7 @@ def gather_moments_kernel(  # type: ignore[no-untyped-def]
     count = tl.minimum(length - block * BLOCK_SIZE, BLOCK_SIZE).to(tl.float32)
     values = rows.to(tl.float32)
     b_mean = tl.sum(values, 0) / count
-    moments = (batch_head * tl.num_programs(0) + block) * HEAD_DIM + o_d
+    moments = (batch_head * tl.cdiv(length, BLOCK_SIZE) + block) * HEAD_DIM + o_d
     tl.store(mean + moments, b_mean, mask=o_d < HEAD_DIM)
     if VARIANCE:
         # From the mean: E[x²] - E[x]² cancels badly under a channel bias.
@@ -49,7 +60,12 @@ def gather_moments_kernel(  # type: ignore[no-untyped-def]
 
 
 def gather_moments_triton(
-    tokens: torch.Tensor, perm: torch.Tensor | None, *, block_size: int, variance: bool
+    tokens: torch.Tensor,
+    perm: torch.Tensor | None,
+    *,
+    block_size: int,
+    variance: bool,
+    heads_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Same meaning as the op in `fused.py`; `block_size` a power of two in [16, 128]."""
     batch, kv_heads, length, dim = tokens.shape
@@ -61,14 +77,19 @@ def gather_moments_triton(
     mean = tokens.new_empty((batch, heads, blocks, dim), dtype=torch.float32)
     squares = torch.empty_like(mean) if variance else mean.new_empty(0)
     padded_dim = max(16, triton.next_power_of_2(dim))
+    heads_first &= blocks < _MAX_SECOND_AXIS
     with torch.cuda.device_of(tokens):
-        gather_moments_kernel[blocks, heads, batch](
+        gather_moments_kernel[_grid(blocks, heads, batch, heads_first)](
             tokens, perm, ordered, mean, squares, *tokens.stride(), length if per_head else 0,
             heads // kv_heads, length,
             BLOCK_SIZE=block_size, HEAD_DIM=dim, BLOCK_D=padded_dim, HAS_PERM=perm is not None, VARIANCE=variance,
-            num_warps=8 if block_size * padded_dim > 8192 else 4,
+            HEADS_FIRST=heads_first, num_warps=8 if block_size * padded_dim > 8192 else 4,
         )  # fmt: skip
     return ordered, mean, squares
+
+
+def _grid(blocks: int, heads: int, batch: int, heads_first: bool) -> tuple[int, int, int]:
+    return (heads, blocks, batch) if heads_first else (blocks, heads, batch)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -76,12 +97,12 @@ def scatter_tokens_kernel(  # type: ignore[no-untyped-def]
     tokens, perm, out,
     stride_b, stride_h, stride_l, stride_d, stride_ob, stride_oh, stride_ol, stride_od, stride_perm,
     length,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
+    block, head, heads = _place(HEADS_FIRST)
     batch = tl.program_id(2)
-    batch_head = batch.to(tl.int64) * tl.num_programs(1) + head
-    o_l = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    batch_head = batch.to(tl.int64) * heads + head
+    o_l = block * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
     mask = (o_l < length)[:, None] & (o_d < HEAD_DIM)
     batch64, head64 = batch.to(tl.int64), head.to(tl.int64)
@@ -91,15 +112,16 @@ def scatter_tokens_kernel(  # type: ignore[no-untyped-def]
     tl.store(places, tl.load(rows, mask=mask, other=0.0), mask=mask)
 
 
-def scatter_tokens_triton(tokens: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
+def scatter_tokens_triton(tokens: torch.Tensor, perm: torch.Tensor, *, heads_first: bool = False) -> torch.Tensor:
     """Same meaning as `ordering.undo_order`; the result (B, H, L, D) lies in memory as (B, L, H, D)."""
     batch, heads, length, dim = tokens.shape
     out = tokens.new_empty((batch, length, heads, dim)).transpose(1, 2)
     perm = perm.contiguous()
     rows = 64
+    heads_first &= triton.cdiv(length, rows) < _MAX_SECOND_AXIS
     with torch.cuda.device_of(tokens):
-        scatter_tokens_kernel[triton.cdiv(length, rows), heads, batch](
+        scatter_tokens_kernel[_grid(triton.cdiv(length, rows), heads, batch, heads_first)](
             tokens, perm, out, *tokens.stride(), *out.stride(), length if perm.dim() == 3 else 0, length,
-            ROWS=rows, HEAD_DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), num_warps=4,
+            ROWS=rows, HEAD_DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), HEADS_FIRST=heads_first, num_warps=4,
         )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ import torch
 from diffsieve.errors import UserInputError
 
 from ..orders import frame_hilbert_order, hilbert_order, inverse_order, raster_order
+from . import fused_selection
 from .norm_sort import mean_key, sort_keys, sort_windows, token_norms
 
 __all__ = ["CANDIDATE_ORDERS", "TokenOrders", "default_window", "gather_tokens", "token_orders", "undo_order"]
@@ -230,7 +231,9 @@ def _sort_known_heads(
     for head, order in enumerate(orders):
         queries, keys = query[:, head, None], key[:, head // group, None]
         if order == _WINDOW:
-            perms[1, :, head] = _window_order(keys, table[_WINDOW], window, descending)[:, 0]
+            in_kernel = fused_selection.LEAN and fused_selection.sorts(keys, window)
+            sort = _window_order_in_kernel if in_kernel else _window_order
+            perms[1, :, head] = sort(keys, table[_WINDOW], window, descending)[:, 0]
         elif order == _NORM_SORT:
             perms[0, :, head] = sort_windows(token_norms(queries), length, descending)[:, 0]
             perms[1, :, head] = sort_windows(token_norms(keys), length, descending)[:, 0]
@@ -261,6 +264,13 @@ def _sort_all_heads(
 def _window_order(key: torch.Tensor, curve: torch.Tensor, window: int, descending: bool) -> torch.Tensor:
     """The curve (L,) with the keys of every window sorted by their distance from the mean key, (B, H, L)."""
     return curve[sort_windows(token_norms(key, mean_key(key)).index_select(-1, curve), window, descending)]
+
+
+def _window_order_in_kernel(key: torch.Tensor, curve: torch.Tensor, window: int, descending: bool) -> torch.Tensor:
+    """`_window_order` of one head, (B, 1, L), without fp32 copies of the keys."""
+    from .norm_sort_triton import window_order_triton
+
+    return window_order_triton(key, mean_key(key), curve, window, descending=descending)
 
 
 def _order_table(grid_thw: Grid | None, length: int, device: torch.device) -> torch.Tensor:

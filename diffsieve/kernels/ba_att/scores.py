@@ -17,7 +17,7 @@ import torch
 
 from .statistics import BlockStatistics, split_blocks
 
-__all__ = ["SCORES", "block_scores", "halfk_scores", "residual_scores", "score_blocks"]
+__all__ = ["SCORES", "block_scores", "halfk_scores", "mean_key", "residual_scores", "score_blocks"]
 
 SCORES = ("moments", "residual", "halfk")
 
@@ -50,7 +50,7 @@ def block_scores(
         (B, H, Nq, Nk), fp32 (fp64 for fp64 statistics).
     """
     scale = query.mean.shape[-1] ** -0.5 if scale is None else scale
-    key_mean = key.mean - _mean_key(key) if center_keys else key.mean
+    key_mean = key.mean - mean_key(key) if center_keys else key.mean
     left, right = query.mean * scale, key_mean
     if second_order:
         weight = beta * scale**2
@@ -108,7 +108,7 @@ def halfk_scores(
         chunks.append(torch.cat(masses, dim=2).transpose(-1, -2))
     scores = torch.cat(chunks, dim=1)
     if second_order:
-        key_mean = key.mean - _mean_key(key) if center_keys else key.mean
+        key_mean = key.mean - mean_key(key) if center_keys else key.mean
         second_moment = _expand_heads(key_mean.square() + key.variance, heads)
         scores = scores + _matmul_true_fp32(query.variance * (beta * scale**2), second_moment.transpose(-1, -2))
     return scores if log_count else scores - key.size.log()
@@ -141,7 +141,7 @@ def residual_scores(
     # Sigma is part of the variance in `block_scores`: Vq·(Km² + Vk) + Qm²·Vk = Vq·Km² + (Qm² + Vq)·Vk.
     second_moment = (query.mean.square() + query.variance) * scale**2
     spread = _matmul_true_fp32(second_moment, _expand_heads(key.variance, second_moment.shape[1]).transpose(-1, -2))
-    key_mean = key.mean - _mean_key(key) if center_keys else key.mean
+    key_mean = key.mean - mean_key(key) if center_keys else key.mean
     left, right = query.mean * scale, key_mean
     if second_order:
         left = torch.cat([left, query.variance * (beta * scale**2)], dim=-1)
@@ -194,8 +194,8 @@ def score_blocks(
     )
 
 
-def _mean_key(key: BlockStatistics) -> torch.Tensor:
-    """Mean of all keys from the block means, (B, Hkv, 1, D)."""
+def mean_key(key: BlockStatistics) -> torch.Tensor:
+    """Return the mean of all keys from the block means, (B, Hkv, 1, D)."""
     share = key.size / key.size.sum()
     return (key.mean * share[:, None]).sum(dim=2, keepdim=True)
 

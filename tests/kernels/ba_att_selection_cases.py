@@ -1,0 +1,117 @@
+"""What the interpreter and a GPU check of the kernels for scores and selection: a difference or equality each."""
+
+from collections.abc import Callable
+
+import torch
+
+from diffsieve.kernels import testing
+from diffsieve.kernels.ba_att import block_mask, block_statistics, select_blocks
+from diffsieve.kernels.ba_att.fused_selection import score_blocks_fused, select_blocks_fused
+from diffsieve.kernels.ba_att.norm_sort import sort_windows, token_norms
+from diffsieve.kernels.ba_att.reference import select_row
+from diffsieve.kernels.ba_att.scores import score_blocks
+
+OPTIONS = {"beta": 0.5, "center_keys": True, "log_count": True, "second_order": True, "scale": 0.2}
+
+
+def score_difference(device: str, score: str, length: int, dim: int, gain: float = 1.0, **options: object) -> float:
+    """Largest difference from the scores in fp64, as a share of the sum of the sizes of their terms (at least 1)."""
+    generator = torch.Generator().manual_seed(testing.SEED)
+    query = gain * torch.randn(2, 4, length, dim, generator=generator) + 0.3
+    key = gain * torch.randn(2, 2, length + 21, dim, generator=generator) + 0.5
+    settings = {**OPTIONS, **options}
+    stats = [block_statistics(x.to(device), 16) for x in (query, key)]
+    with testing.poisoned_memory():
+        got = score_blocks_fused(score, *stats, **settings).double()
+    exact = [type(s)(*(x.double() for x in s)) for s in stats]
+    expected = score_blocks(score, *exact, key.double(), 16, **settings)
+    sizes = [type(s)(s.mean.abs(), s.variance, s.size) for s in exact]
+    bound = score_blocks("moments", *sizes, key.double(), 16, **{**settings, "center_keys": False}).abs() + 1
+    assert bool(got.isfinite().all())
+    return float(((got - expected).abs() / bound).max())
+
+
+def selection_is_equal(device: str, scores: torch.Tensor, kept: int) -> bool:
+    """Lists and mask against PyTorch's sort, and against the definition."""
+    with testing.poisoned_memory():
+        index, mask = select_blocks_fused(scores.to(device), kept, return_mask=True)
+        alone, nothing = select_blocks_fused(scores.to(device), kept, return_mask=False)
+    index, mask = index.cpu(), mask.cpu()
+    rows = zip(scores.flatten(0, -2), index.flatten(0, -2), strict=True)
+    return (
+        index.dtype is torch.int32
+        and torch.equal(index, select_blocks(scores, kept))
+        and torch.equal(index, alone.cpu())
+        and torch.equal(mask, block_mask(index, None, scores.shape[-1]))
+        and nothing.numel() == 0
+        and (bool(scores.isnan().any()) or all(got.tolist() == select_row(row, kept) for row, got in rows))
+    )
+
+
+def window_order_is_equal(device: str, length: int, window: int, descending: bool, gain: float = 1.0) -> bool:
+    """The windowed sort against PyTorch's, on tokens whose distances are exact and often equal."""
+    from diffsieve.kernels.ba_att.norm_sort_triton import window_order_triton
+
+    generator = torch.Generator().manual_seed(testing.SEED)
+    # The keys of one head, in the memory order of a diffusers processor.
+    key = gain * torch.randint(-3, 4, (2, length, 3, 24), generator=generator).transpose(1, 2)[:, 1:2].half()
+    centre = gain * torch.randint(-1, 2, (2, 1, 1, 24), generator=generator).float()
+    curve = torch.randperm(length, generator=generator)
+    expected = curve[sort_windows(token_norms(key, centre).index_select(-1, curve), window, descending)]
+    arguments = (x.to(device) for x in (key, centre, curve))
+    with testing.poisoned_memory():
+        got = window_order_triton(*arguments, window, descending=descending)
+    return got.dtype is torch.int64 and torch.equal(got.cpu(), expected)
+
+
+def _scores() -> dict[str, tuple[torch.Tensor, int]]:
+    generator = torch.Generator().manual_seed(testing.SEED)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    special = random(6, 9)
+    special[0], special[1, 4], special[2, 3], special[3, 5], special[4] = (
+        torch.nan, torch.nan, torch.inf, -torch.inf, -torch.inf
+    )  # fmt: skip
+    nans = random(2, 40)
+    nans.view(torch.int32)[0, [3, 17, 30]] = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000], dtype=torch.int32)
+    return {
+        "one block": (random(3, 1), 1),
+        "one of many": (random(2, 3, 5, 131), 1),
+        "half of an odd number": (random(1, 2, 5, 53), 27),
+        "all": (random(2, 3, 13), 13),
+        "all but one": (random(4, 64), 63),
+        "large and tiny values": (random(4, 70) * torch.tensor([1e30, 1e-30, 1e-42, 1.0])[:, None], 20),
+        "many ties": ((4 * random(5, 100)).round(), 37),
+        "equal scores": (torch.full((2, 70), -3.0), 13),
+        "zeros of both signs": (torch.tensor([[0.0, -0.0] * 12, [-0.0, 0.0] * 12]), 7),
+        "nan and infinity": (special, 4),
+        "nan of any bits": (nans, 5),
+    }
+
+
+def checks() -> dict[str, Callable[[str], float | bool]]:
+    """All checks by name; each takes the device."""
+    found: dict[str, Callable[[str], float | bool]] = {}
+    for score in ("moments", "residual"):
+        for name, options in {
+            "plain": {"length": 37, "dim": 24},
+            "wide": {"length": 16 * 66 + 5, "dim": 128},
+            "one block": {"length": 3, "dim": 64},
+            "large activations": {"length": 100, "dim": 32, "gain": 16.0},
+            "very large activations": {"length": 100, "dim": 32, "gain": 200.0},
+            "small activations": {"length": 100, "dim": 32, "gain": 1e-3},
+            "first order": {"length": 100, "dim": 32, "second_order": False},
+            "paper": {"length": 100, "dim": 32, "beta": 1.0, "center_keys": False, "log_count": False},
+        }.items():
+            found[f"scores: {score}, {name}"] = lambda device, s=score, o=options: score_difference(device, s, **o)
+    for length, window in ((1, 16), (33, 64), (75, 16), (450, 96), (450, 450)):
+        for descending in (True, False):
+            found[f"window order: {length} tokens, {window}, {descending}"] = (
+                lambda device, a=(length, window, descending): window_order_is_equal(device, *a)
+            )
+    found["window order: large activations"] = lambda device: window_order_is_equal(device, 450, 96, True, gain=64.0)
+    for name, (scores, kept) in _scores().items():
+        found[f"selection: {name}"] = lambda device, s=scores, k=kept: selection_is_equal(device, s, k)
+    return found
