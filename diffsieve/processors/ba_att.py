@@ -190,7 +190,7 @@ class BAAttProcessor:
     @torch.no_grad()
     def _calibrate(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> None:
         query, key, _ = self._project(family, attn, hidden_states, rotary_emb)
-        recall = calibrate_orders(query, key, grid_thw=self._grid, **self._selection)
+        recall = calibrate_orders(query, key, grid_thw=self._grid, backend=self.config.backend, **self._selection)
         # The last column counts the calls, so that the mean over the branches of guidance needs no other state.
         self._recall.add_(F.pad(recall, (0, 1), value=1.0).to(self._recall.device))
 

@@ -1,12 +1,16 @@
 """Which token order suits which head, measured on a few query blocks with exact attention."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 
 from diffsieve.errors import UserInputError
 
+from ..block_sparse import choose_backend
+from . import fused_selection
+from .fused import fuses, gather_with_statistics
 from .ordering import CANDIDATE_ORDERS, NEEDS_GRID, Grid, gather_tokens, token_orders
 from .scores import score_blocks
 from .selection import kept_blocks, select_blocks
@@ -36,6 +40,7 @@ def calibrate_orders(
     text_suffix: int = 0,
     scale: float | None = None,
     probe_blocks: int = 4,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """Measure, per head and candidate order, the attention mass that the order's own selection keeps.
 
@@ -49,6 +54,7 @@ def calibrate_orders(
         probe_blocks: query blocks measured per candidate, at least 1.
         text_prefix: text tokens before the video tokens; left out of the measurement, as are
         text_suffix: text tokens after the video tokens.
+        backend: that of the attention; with "torch" or "reference" no Triton kernel is used here either.
         grid_thw: as in `ba_attention`, like all other arguments.
 
     Returns:
@@ -81,6 +87,7 @@ def calibrate_orders(
         text_suffix,
         scale,
         probe_blocks,
+        backend,
     )
 
 
@@ -118,11 +125,14 @@ def _calibrate_op(
     text_suffix: int,
     scale: float,
     probe_blocks: int,
+    backend: str,
 ) -> torch.Tensor:
     grid_thw = None if grid is None else (grid[0], grid[1], grid[2])
     video = slice(text_prefix, query.shape[2] - text_suffix)
     query, key = query[:, :, video], key[:, :, video]
     heads, length = query.shape[1:3]
+    chosen = choose_backend(query, key, block_size=block_size, backend=backend).name
+    fused = chosen not in ("torch", "reference") and fuses(key, block_size)
     rows = min(block_size, length)
     probes = _probe_positions(length, rows, probe_blocks, query.device)
     mass_of: dict[str, torch.Tensor] = {}
@@ -140,13 +150,12 @@ def _calibrate_op(
             window=window,
             descending=descending,
         )
-        ordered_key = gather_tokens(key, order.key)
+        ordered_key, key_stats = gather_with_statistics(key, order.key, block_size, fused=fused)
         probe_rows = probes if order.query is None else order.query[..., probes]
         probe_query = gather_tokens(query, probe_rows)
-        query_stats, key_stats = block_statistics(probe_query, rows), block_statistics(ordered_key, block_size)
         scores = score_blocks(
             score,
-            query_stats,
+            block_statistics(probe_query, rows),
             key_stats,
             ordered_key,
             block_size,
@@ -185,14 +194,27 @@ def _attention_mass(probe_query: torch.Tensor, key: torch.Tensor, rows: int, sca
     dtype = torch.promote_types(key.dtype, torch.float32)
     group = heads // key.shape[1]
     heads_at_once = max(1, _CHUNK // (batch * rows * key.shape[2]))
+    in_half = fused_selection.LEAN and key.is_cuda and key.dtype in (torch.bfloat16, torch.float16)
     parts = []
     for head in range(0, heads, heads_at_once):
-        queries = probe_query[:, head : head + heads_at_once].to(dtype) * scale
+        queries = probe_query[:, head : head + heads_at_once]
         source = torch.arange(head, head + queries.shape[1], device=key.device) // group
-        keys = key.index_select(1, source).to(dtype).transpose(-1, -2)
+        keys = key.index_select(1, source)
+        if in_half:
+            logits = partial(_half_logits, keys=keys, scale=scale)
+        else:
+            queries, keys = queries.to(dtype) * scale, keys.to(dtype).transpose(-1, -2)
+            logits = partial(torch.matmul, other=keys)
         blocks = queries.split(rows, dim=2)
-        parts.append(torch.stack([torch.softmax(block @ keys, dim=-1).mean(dim=2) for block in blocks], dim=2))
+        parts.append(torch.stack([torch.softmax(logits(block), dim=-1).mean(dim=2) for block in blocks], dim=2))
     return torch.cat(parts, dim=1)
+
+
+def _half_logits(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale * Q·K in fp32 of bf16 or fp16 tokens: tensor cores take the products exactly and add them up in fp32."""
+    flat_keys = keys.flatten(0, 1).transpose(-1, -2)
+    logits = torch.bmm(queries.flatten(0, 1), flat_keys, out_dtype=torch.float32)
+    return logits.mul_(scale).unflatten(0, queries.shape[:2])
 
 
 def _ordered_mass(mass: torch.Tensor, perm: torch.Tensor | None) -> torch.Tensor:
