@@ -95,9 +95,12 @@ def test_calibration_on_a_gpu(lean, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_compiled_whole_call_on_a_gpu():
+@pytest.mark.parametrize(("lean", "table"), [(False, "cuda"), (False, "cpu"), (True, "cpu")])
+def test_compiled_whole_call_on_a_gpu(lean, table, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(fused_selection, "LEAN", lean)
     case = CASES[0]
     inputs = make_inputs(case, torch.bfloat16, "cuda")
-    options = {**case.options(), "orders": torch.tensor(case.orders, device="cuda")}
+    options = {**case.options(), "orders": torch.tensor(case.orders, device=table)}
     compiled = torch.compile(ba_attention, fullgraph=True)
     assert relative_error(compiled(*inputs, **options), ba_attention(*inputs, **options).double()) < 5e-3
