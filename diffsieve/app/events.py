@@ -200,9 +200,8 @@ class _Events:
         """Return the updates that set the controls to what a run was made with."""
         settings, attention = run.report["settings"], run.report["settings"]["attention"]
         model = self.handlers.shelf.loaded(settings["model"])
-        # The classes of a model that is not loaded yet are those that are known of it.
-        classes = list(model.classes or ()) if model is not None else [run.clip["prompt"]]
-        controls = subject_controls(clips=not run.pictures, classes=classes if run.pictures else [])
+        classes = self.handlers.shelf.classes(settings["model"]) or (run.clip["prompt"],)
+        controls = subject_controls(clips=not run.pictures, classes=list(classes) if run.pictures else [])
         controls |= method_controls(settings["method"], model)
         subject = "class_name" if run.pictures else "prompt"
         values = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,20 @@ class Shelf:
     def loaded(self, name: Any) -> LoadedModel | None:
         """Return a model that is loaded, else `None`."""
         return self._loaded.get(name) if isinstance(name, str) else None
+
+    def classes(self, name: str) -> tuple[str, ...] | None:
+        """Return the classes of a model of pictures without loading it; `None` where its folder does not name them."""
+        model = self.loaded(name)
+        if model is not None:
+            return model.classes
+        if name not in self._models:
+            return None
+        folder = EMBEDDED.get(name) or Path(self._models[name]).expanduser()
+        try:
+            names = json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get("class_names")
+        except (OSError, ValueError):
+            return None
+        return tuple(names) if names else None
 
     def get(self, name: str) -> LoadedModel:
         """Return a model, loading it the first time.

@@ -219,7 +219,11 @@ def test_the_embedded_model_of_pictures_is_offered_as_soon_as_its_folder_is_ther
     tiny_pixels.pipeline().save_pretrained(folder)
     offered = offered_models()
     assert list(offered) == [defaults.MINI_WAN, defaults.MINI_PIXEL_DIT]
-    model = Shelf(offered, device="cpu").get(defaults.MINI_PIXEL_DIT)
+    shelf = Shelf(offered, device="cpu")
+    assert shelf.classes(defaults.MINI_PIXEL_DIT) == tuple(tiny_pixels.CLASSES), "known before it is loaded"
+    assert shelf.classes(defaults.MINI_WAN) is None
+    assert shelf.classes("missing") is None
+    model = shelf.get(defaults.MINI_PIXEL_DIT)
     assert (model.classes, model.method) == (tuple(tiny_pixels.CLASSES), "llsa")
 
 
