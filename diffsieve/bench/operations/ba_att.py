@@ -109,7 +109,7 @@ def _options(config: BenchConfig, grid: Grid, form: str, sparsity: float) -> dic
     options: dict[str, Any] = {name: PRESETS["default"][name] for name in _OF_PRESET}
     options |= {
         "grid_thw": grid,
-        "orders": torch.arange(heads, device=config.device) % len(CANDIDATE_ORDERS),
+        "orders": torch.arange(heads) % len(CANDIDATE_ORDERS),  # on the CPU, as the processor keeps them
         "density": round(1.0 - sparsity, 12),
         "block_size": config.block_size,
         "backend": config.backend,
@@ -186,7 +186,7 @@ def gate(config: BenchConfig) -> dict[str, Any]:
     for form in _FORMS:
         options = _options(config, _SMALL_GRID, form, 0.5) | {"block_size": _SMALL_BLOCK}
         if isinstance(options["orders"], Tensor):
-            options["orders"] = torch.arange(heads, device=config.device)
+            options["orders"] = torch.arange(heads)
         query, key, value = (x.to(config.device) for x in tensors)
         out, info = ba_attention(query, key, value, return_info=True, **options)
         names = options["orders"] if isinstance(options["orders"], str) else list(CANDIDATE_ORDERS)
