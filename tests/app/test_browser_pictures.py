@@ -38,8 +38,7 @@ def page(browser, server):
 
 def choose_pixels(page):
     """Take the model of pictures and wait until all that its loading sets has arrived."""
-    page.get_by_label("Model").click()
-    page.get_by_role("option", name="pixels").click()
+    pick(page, "Model", "pixels")
     page.locator("#ds-told", has_text="pixels is loaded.").wait_for()
 
     def arrived():
@@ -58,11 +57,16 @@ def compare(page, name="Objects", **changes):
     press_compare(page)
 
 
+def pick(page, label, option):
+    """Choose in a list, and wait until the list has gone: it fades, and the next one must not be taken for it."""
+    page.get_by_label(label, exact=True).click()
+    page.get_by_role("option", name=option).first.click()
+    page.get_by_role("option").first.wait_for(state="detached")
+
+
 def choose_class(page, name):
-    field = page.get_by_label("Class", exact=True)
-    field.click()
-    page.get_by_role("option", name=name).click()
-    eventually(lambda: same(field.input_value(), name))
+    pick(page, "Class", name)
+    eventually(lambda: same(page.get_by_label("Class", exact=True).input_value(), name))
 
 
 def same(value, expected):
@@ -88,19 +92,21 @@ def test_a_model_of_pictures_has_its_own_controls_and_clips_get_theirs_back(page
     assert page.get_by_label("Frames", exact=True).is_visible() is False
     assert page.get_by_label("Preset").is_visible() is False
     page.get_by_label("Class", exact=True).click()
-    page.get_by_role("option").nth(len(CLASSES) - 1).wait_for()
-    for name, text in zip(CLASSES, page.get_by_role("option").all_inner_texts(), strict=True):
-        assert name in text
+
+    def all_classes():
+        texts = page.get_by_role("option").all_inner_texts()
+        assert len(texts) == len(CLASSES)
+        assert all(name in text for name, text in zip(CLASSES, texts, strict=True))
+
+    eventually(all_classes)
     page.keyboard.press("Escape")
     tab(page, "Sweep")
     assert page.get_by_role("textbox", name="Top k, blocks kept per level").input_value() == "2, 4, 8, 16"
     shoot(page, "pictures-controls")
-    page.get_by_label("Method").click()
-    page.get_by_role("option", name="BA-Att").click()
+    pick(page, "Method", "BA-Att")
     page.get_by_label("Preset").wait_for()
     page.get_by_label("Sparsities, %").wait_for()
-    page.get_by_label("Model").click()
-    page.get_by_role("option", name="tiny").click()
+    pick(page, "Model", "tiny")
     page.get_by_label("Prompt", exact=True).wait_for()
     page.get_by_label("Frames", exact=True).wait_for()
     eventually(lambda: same(page.get_by_label("Class", exact=True).is_visible(), False))
@@ -167,8 +173,7 @@ def test_a_click_on_a_pixel_shows_where_it_looked(page):
 
 
 def test_ba_att_on_pictures_has_block_masks(page):
-    page.get_by_label("Method").click()
-    page.get_by_role("option", name="BA-Att").click()
+    pick(page, "Method", "BA-Att")
     page.get_by_label("Preset").wait_for()
     page.get_by_role("button", name="More settings").click()
     settle(page, {"Block size, tokens": "16", "Shortest sparse sequence, tokens": "0"})
@@ -191,9 +196,7 @@ def test_a_sweep_over_top_k_and_the_gallery(page):
     shoot(page, "pictures-sweep")
     tab(page, "Gallery")
     for side, label in (("Left", "LLSA top 1"), ("Right", "LLSA top 4")):
-        page.get_by_label(side, exact=True).click()
-        page.get_by_role("option", name=f"{label} · Food & Drink").first.click()
-        page.get_by_role("option").first.wait_for(state="detached")
+        pick(page, side, f"{label} · Food & Drink")
     page.get_by_role("button", name="Show both sparse results").click()
     pair = page.get_by_role("group", name="LLSA top 1 and LLSA top 4")
     pair.wait_for()
