@@ -34,7 +34,7 @@ from ..eval.lpips_net import NETS
 from .evaluate_page import ClipView, evaluation_page, view_clip
 from .evaluate_table import write_csv
 from .files import write_json
-from .folder import check_writable
+from .folder import check_writable, make_output
 from .page import write_page
 from .pairing import pair_clips
 from .provenance import comparison_clips, disagreements, is_comparison, provenance
@@ -178,7 +178,7 @@ def evaluate(
             "runs": list(runs.values()),
             "floor": floor,
         }
-        config.out.mkdir(parents=True, exist_ok=True)
+        make_output(config.out)
         write_csv(config.out / TABLE, report)
         write_page(config.out / PAGE, evaluation_page(report, context.views))
         write_json(config.out / REPORT, report)

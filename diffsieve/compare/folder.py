@@ -71,6 +71,14 @@ def check_writable(out: Path) -> None:
         raise UserInputError(f"out must be writable, got {out}: no permission to write in {place}")
 
 
+def make_output(out: Path) -> None:
+    """Make the folder `out` and its parents where they are missing; raise `UserInputError` when that fails."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserInputError(f"out must be a folder that can be written, got {out}: {error.strerror}") from error
+
+
 def read_settings(out: Path) -> dict[str, Any]:
     """Read `settings.json`; raise `UserInputError` when it is not one of ours."""
     try:
@@ -143,7 +151,7 @@ def exclusive(out: Path) -> Iterator[None]:
 
 def start(out: Path, settings: Mapping[str, Any], prompt: Sequence[str], seed: Sequence[int]) -> None:
     """Make the folder and write its settings; a report of an earlier part of the run goes, as it no longer says all."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_output(out)
     remove_parts(out)
     (out / REPORT).unlink(missing_ok=True)
     (out / PAGE).unlink(missing_ok=True)

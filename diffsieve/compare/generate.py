@@ -11,7 +11,7 @@ from ..pipelines.loading import load_pipeline
 from .clip import generate_clip
 from .config import DENSE, GenerateConfig
 from .files import remove_parts, write_json
-from .folder import REPORT, check_writable, item_name
+from .folder import REPORT, check_writable, item_name, make_output
 from .generate_images import generate_images
 from .methods import METHODS
 from .prepare import prepare, resolve_place
@@ -67,7 +67,7 @@ def generate(
     assert config.steps is not None
     assert config.fps is not None
 
-    config.out.mkdir(parents=True, exist_ok=True)
+    make_output(config.out)
     remove_parts(config.out)
     items = [(index, prompt, seed) for index, prompt in enumerate(config.prompt) for seed in config.seed]
     run = DENSE if config.method == DENSE else "sparse"

@@ -11,7 +11,7 @@ from .canvas import to_image
 from .clip import generate_clip
 from .config import GenerateConfig
 from .files import remove_parts, write_json, write_png
-from .folder import REPORT, item_name
+from .folder import REPORT, item_name, make_output
 from .prepare import fit_pictures
 from .progress import ItemProgress, ProgressCallback
 from .report import GENERATE_SCHEMA, clip_seconds, environment, now
@@ -55,7 +55,7 @@ def generate_images(
     taken = [name for name in [*names, REPORT] if (config.out / name).exists()]
     if taken and not overwrite:
         raise UserInputError(f"out must not hold {taken[0]} already, got {config.out}; overwrite replaces it")
-    config.out.mkdir(parents=True, exist_ok=True)
+    make_output(config.out)
     remove_parts(config.out)
     records = []
     for number, ((_, prompt, seed), name) in enumerate(zip(items, names, strict=True)):

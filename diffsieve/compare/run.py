@@ -88,7 +88,7 @@ def compare(
     if earlier is not None and resume:
         folders.check_same_settings(earlier, settings, config.out)
         folders.check_same_clips(earlier, config.prompt, config.seed, config.out)
-    config.out.mkdir(parents=True, exist_ok=True)
+    folders.make_output(config.out)
     with folders.exclusive(config.out):
         if folders.check_output(config.out, resume=resume, overwrite=overwrite) != earlier:
             raise UserInputError(f"out must not be in use by another run, got {config.out}, which one has just written")

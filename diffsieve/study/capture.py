@@ -102,7 +102,7 @@ def capture(
         "steps_kept": list(steps),
         "weights": weights_digest(pipe),
     }
-    config.out.mkdir(parents=True, exist_ok=True)
+    folders.make_output(config.out)
     claim_settings(config.out / SETTINGS, SETTINGS_SCHEMA, settings)
     items = [(i, prompt, seed) for i, prompt in enumerate(config.prompt) for seed in config.seed]
     missing = 0

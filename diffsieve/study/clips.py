@@ -115,7 +115,7 @@ def study_clips(
     ready = prepare(config, pipe=pipe, attention=None)
     pipe = ready.pipe
     config = replace(ready.config, prompt=study_prompts(pipe, config.prompt, config.prompts))
-    config.out.mkdir(parents=True, exist_ok=True)
+    folders.make_output(config.out)
     claim_settings(config.out / CLIPS_SETTINGS, CLIPS_SCHEMA, _settings(config, pipe))
     tasks: list[Task] = [*([(FLOOR, None)] if config.floor else []), *pairs]
     items = [(prompt, seed) for prompt in config.prompt for seed in config.seed]

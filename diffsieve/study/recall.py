@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..compare.claim import claim_settings
-from ..compare.folder import check_writable
+from ..compare.folder import check_writable, make_output
 from ..compare.lines import line_writer, read_lines
 from ..compare.report import versions
 from ..compare.shards import Deadline, Shard
@@ -100,7 +100,7 @@ def study_recall(
     device = resolve_device(config.device)
     check_writable(config.out)
     groups = _groups(config)
-    config.out.mkdir(parents=True, exist_ok=True)
+    make_output(config.out)
     settings = {
         "model": next(iter(groups.values())).model,
         "warmup": config.warmup,

@@ -105,7 +105,7 @@ def generate_suite(
     folders.check_writable(config.out)
     ready = prepare(config, pipe=pipe, attention=attention)
     config = ready.config
-    config.out.mkdir(parents=True, exist_ok=True)
+    folders.make_output(config.out)
     claim_settings(config.out / SETTINGS, SETTINGS_SCHEMA, _settings(ready, suite))
     for run in config.runs:
         (config.out / run).mkdir(exist_ok=True)

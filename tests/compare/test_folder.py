@@ -151,3 +151,12 @@ def test_a_folder_serves_one_run_at_a_time(tmp_path):
     first.__exit__(None, None, None)
     with folders.exclusive(tmp_path):
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    def refuse(self, **_):
+        raise PermissionError(1, "Operation not permitted", str(self))
+
+    monkeypatch.setattr(type(tmp_path), "mkdir", refuse)  # as on a file system that root, too, cannot write on
+    with pytest.raises(UserInputError, match=r"out must be a folder .*, got .*/new: Operation not permitted"):
+        folders.make_output(tmp_path / "new")
