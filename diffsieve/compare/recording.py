@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -14,12 +15,10 @@ from .mask_file import MaskCollector
 from .mask_picture import mask_picture
 from .prepare import Prepared, transformer_of
 from .recorded import MAX_LAYERS, Recorded, spread
-from .selection_file import SelectionCollector, Selections
+from .selection_file import SelectionCollector, Selections, selections_of
 
 if TYPE_CHECKING:
-    from ..processors import RecordedMask
-
-Attention = TypeVar("Attention")
+    from ..processors import RecordedMask, RecordedSelection
 
 
 def mask_layer(ready: Prepared[CompareConfig]) -> int | None:
@@ -61,19 +60,16 @@ def last_mask_picture(ready: Prepared[CompareConfig], layer: int, title: str, la
         title: of the clip.
         label: of the sparse attention.
     """
-    from ..processors import LLSAConfig, recorded_masks
+    from ..processors import LLSAConfig, recorded_masks, recorded_selections
 
     if isinstance(ready.attention, LLSAConfig):
-        collector = SelectionCollector(ready.pipe, 1)
-        collector.after_step(1)
-        found = collector.result()
-        name = None if found is None else _named(found.layer_names(), layer)
-        if found is None or name is None:
+        try:
+            chosen = _of_layer(recorded_selections(ready.pipe), layer)
+        except UserInputError:  # all tokens fit into one block
             return None
-        return _draw_selection(found, name, title, label, enrich=ready.attention.enrich)
-    masks = recorded_masks(ready.pipe)
-    name = _named([mask.layer for mask in masks], layer)
-    return _draw_mask(next(mask for mask in masks if mask.layer == name), title, label)
+        return None if chosen is None else _draw_selection(chosen, title, label, enrich=ready.attention.enrich)
+    mask = _of_layer(recorded_masks(ready.pipe), layer)
+    return None if mask is None else _draw_mask(mask, title, label)
 
 
 def blocks_text(recorded: Recorded, shape: tuple[int, ...]) -> str:
@@ -93,8 +89,8 @@ def _sparse_layers(ready: Prepared[CompareConfig]) -> list[int]:
     return [layer for layer in range(layers) if layer not in dense]
 
 
-def _named(layers: list[str], number: int) -> str | None:
-    return next((layer for layer in layers if int(layer.rpartition(".")[2]) == number), None)
+def _of_layer(found: Sequence[Any], number: int) -> Any | None:
+    return next((item for item in found if int(item.layer.rpartition(".")[2]) == number), None)
 
 
 def _draw_mask(mask: RecordedMask, title: str, label: str) -> Image.Image:
@@ -109,13 +105,13 @@ def _draw_mask(mask: RecordedMask, title: str, label: str) -> Image.Image:
     )
 
 
-def _draw_selection(selections: Selections, layer: str, title: str, label: str, *, enrich: bool) -> Image.Image:
-    step = selections.steps_of(layer)[-1]
-    matrices: Any = [torch.from_numpy(selections.mask(layer, step, head)) for head in range(selections.heads)]
-    matrices = torch.stack(matrices)
+def _draw_selection(chosen: RecordedSelection, title: str, label: str, *, enrich: bool) -> Image.Image:
+    selections = selections_of(chosen)
+    heads = range(selections.heads)
+    matrices = torch.stack([torch.from_numpy(selections.mask(chosen.layer, 0, head)) for head in heads])
     return mask_picture(
         matrices,
-        title=f"Keys chosen by {layer} · {label}",
+        title=f"Keys chosen by {chosen.layer} · {label}",
         notes=(
             f"{title} · last step",
             f"{blocks_text(selections, matrices.shape[1:])}, in {selections.order} order",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,24 +114,33 @@ class SelectionCollector(Collector["RecordedSelection"]):
         return [(found.layer, found.indices[0], found) for found in recorded_selections(self._pipe)]
 
     def _pack(self, item: RecordedSelection) -> tuple[np.ndarray, ...]:
-        return tuple(level[0].cpu().numpy() for level in item.indices)
+        return _pack(item)
 
     def result(self) -> Selections | None:
         """Return what was collected; `None` where nothing was chosen."""
-        first = self.first
-        if first is None or not self.entries:
-            return None
-        levels = range(len(first.indices))
-        raster = first.raster_index
-        return Selections(
-            layers=tuple(layer for _, layer, _ in self.entries),
-            steps=tuple(step for step, *_ in self.entries),
-            block_size=first.block_size,
-            grid_thw=first.grid_thw,
-            indices=tuple(np.stack([packed[level] for *_, packed in self.entries]) for level in levels),
-            order=first.order,
-            raster_index=np.zeros(0, np.int32) if raster is None else raster.numpy().astype(np.int32),
-        )
+        return None if self.first is None or not self.entries else _selections(self.first, self.entries)
+
+
+def selections_of(item: RecordedSelection) -> Selections:
+    """Return what one layer chose last, as that of step 0."""
+    return _selections(item, [(0, item.layer, _pack(item))])
+
+
+def _pack(item: RecordedSelection) -> tuple[np.ndarray, ...]:
+    return tuple(level[0].cpu().numpy() for level in item.indices)
+
+
+def _selections(first: RecordedSelection, entries: Sequence[tuple[int, str, tuple[np.ndarray, ...]]]) -> Selections:
+    raster = first.raster_index
+    return Selections(
+        layers=tuple(layer for _, layer, _ in entries),
+        steps=tuple(step for step, *_ in entries),
+        block_size=first.block_size,
+        grid_thw=first.grid_thw,
+        indices=tuple(np.stack([packed[level] for *_, packed in entries]) for level in range(len(first.indices))),
+        order=first.order,
+        raster_index=np.zeros(0, np.int32) if raster is None else raster.numpy().astype(np.int32),
+    )
 
 
 def write_selections(target: Path, selections: Selections) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from diffsieve.compare import CompareConfig, compare
+from diffsieve.compare import CompareConfig, compare, recorded
 from diffsieve.compare.evaluate import EvaluateConfig, evaluate
 from diffsieve.compare.folder import item_name
 from diffsieve.compare.mask_file import read_masks
@@ -41,6 +41,10 @@ def small(tmp_path):
 def raw(config, report):
     folder = config.out / report["clips"][0]["folder"]
     return [torch.from_numpy(np.load(folder / f"{side}_frames.npz")["frames"]) for side in ("dense", "sparse")]
+
+
+def file_of(config, clip, key):
+    return config.out / clip["folder"] / clip["files"][key]
 
 
 def test_full_attention_against_the_sparse_attention_that_the_model_was_trained_with(pipe, small):
@@ -160,6 +164,15 @@ def test_selections_are_what_the_run_chose(small, levels):
     with pytest.raises(UserInputError, match=r"row must be in \[0, 15\], got 16"):
         kept.finest("transformer.blocks.1", 2, 0, (0, 16, 0))
     assert kept.thinned(1).steps_of("transformer.blocks.0") == [2]
+
+
+def test_the_mask_is_drawn_where_memory_keeps_other_layers(pipe, small, monkeypatch):
+    monkeypatch.setattr(recorded, "MAX_BYTES", 1)
+    report = compare(small(save_masks=True, mask_layer=0), pipe=pipe)
+    clip = report["clips"][0]
+    kept = read_selections(file_of(small(), clip, "selections"))
+    assert (kept.layer_names(), kept.steps_of("transformer.blocks.1")) == (["transformer.blocks.1"], [2])
+    assert file_of(small(), clip, "mask").is_file()
 
 
 def test_classes_times_seeds_and_the_rest_by_resuming(pipe, small):
