@@ -204,10 +204,10 @@ def parse_sweep(text: Any, method: Any) -> list[float]:
     if not isinstance(text, str) or len(text) > 200:
         raise wrong
     try:
-        values = [float(part.strip().removesuffix("%")) for part in text.split(",") if part.strip()]
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        return [float(part) if llsa else float(part.removesuffix("%")) / 100 for part in parts]
     except ValueError:
         raise wrong from None
-    return values if llsa else [value / 100 for value in values]
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
