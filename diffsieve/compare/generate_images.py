@@ -18,7 +18,7 @@ from .report import GENERATE_SCHEMA, clip_seconds, environment, now
 from .video import to_uint8
 
 RUN = "picture"
-_OF_VIDEO = ("preset", "topk", "warmup", "block_size", "min_tokens", "frames", "max_sequence_length", "fps")
+_OF_SPARSE = ("method", "preset", "sparsity", "topk", "warmup", "block_size", "min_tokens", "backend")
 
 
 def generate_images(
@@ -81,10 +81,8 @@ def generate_images(
 
 
 def _check(config: GenerateConfig) -> None:
-    given = [name for name in _OF_VIDEO if getattr(config, name) is not None]
-    given += [name for name in ("negative_prompt",) if config.negative_prompt]
     standard = GenerateConfig()
-    given += [name for name in ("method", "sparsity", "backend") if getattr(config, name) != getattr(standard, name)]
+    given = [name for name in _OF_SPARSE if getattr(config, name) != getattr(standard, name)]
     if given:
         raise UserInputError(
             f"{given[0]} must be left out for a model of pictures, which attends as it was trained to, got "
