@@ -76,6 +76,19 @@ def test_a_table_that_cannot_be_read_gives_the_same_orders(kv_heads, descending,
     assert known.is_contiguous()
 
 
+def test_heads_of_one_order_share_a_sort(generator, monkeypatch):
+    query, key = heads(generator, num=6), heads(generator, num=6)
+    sort, sorted_heads = torch.sort, []
+
+    def count(keys, **options):
+        sorted_heads.append(keys.shape[1])
+        return sort(keys, **options)
+
+    monkeypatch.setattr(torch, "sort", count)
+    _sort_known_heads(query, key, [3, 4, 0, 3, 4, 3], _cached_table(*GRID, torch.device("cpu")), 96, True)
+    assert sorted_heads == [3, 4]  # the windows of three heads; queries and keys of two
+
+
 def test_static_orders_neither_sort_nor_measure(generator, monkeypatch):
     query, key = heads(generator), heads(generator)
     for name in ("sort_windows", "token_norms", "mean_key"):

@@ -223,20 +223,28 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
 def _sort_known_heads(
     query: torch.Tensor, key: torch.Tensor, orders: list[int], table: torch.Tensor, window: int, descending: bool
 ) -> torch.Tensor:
-    """Sort the heads whose order depends on their tokens, and no others."""
+    """Sort the heads whose order depends on their tokens, and no others, those of one order in one sort."""
     batch, heads, length = query.shape[:3]
-    # Copied out of the kept table without an index tensor, which would have to be sent to the device.
-    perms = torch.stack([table[order] for order in orders]).expand(2, batch, heads, length).contiguous()
     group = heads // key.shape[1]
-    for head, order in enumerate(orders):
-        queries, keys = query[:, head, None], key[:, head // group, None]
-        if order == _WINDOW:
-            in_kernel = fused_selection.LEAN and fused_selection.sorts(keys, window)
-            sort = _window_order_in_kernel if in_kernel else _window_order
-            perms[1, :, head] = sort(keys, table[_WINDOW], window, descending)[:, 0]
-        elif order == _NORM_SORT:
-            perms[0, :, head] = sort_windows(token_norms(queries), length, descending)[:, 0]
-            perms[1, :, head] = sort_windows(token_norms(keys), length, descending)[:, 0]
+    # Rows are taken and put together without an index tensor, which would have to be sent to the device.
+    rows = table.unbind(0)
+    query_rows = [rows[order].expand(batch, length) for order in orders]
+    key_rows = list(query_rows)
+    windowed, by_norm = ([head for head, order in enumerate(orders) if order == kind] for kind in (_WINDOW, _NORM_SORT))
+    if windowed:
+        in_kernel = fused_selection.LEAN and fused_selection.sorts(key, window)
+        sort = _window_orders_in_kernel if in_kernel else _window_order
+        keys = torch.stack([key[:, head // group] for head in windowed], dim=1)
+        for head, row in zip(windowed, sort(keys, rows[_WINDOW], window, descending).unbind(1), strict=True):
+            key_rows[head] = row
+    if by_norm:
+        tokens = [query[:, head] for head in by_norm] + [key[:, head // group] for head in by_norm]
+        found = sort_windows(token_norms(torch.stack(tokens, dim=1)), length, descending).unbind(1)
+        for number, head in enumerate(by_norm):
+            query_rows[head], key_rows[head] = found[number], found[len(by_norm) + number]
+    perms = table.new_empty((2, batch, heads, length))
+    torch.stack(query_rows, dim=1, out=perms[0])
+    torch.stack(key_rows, dim=1, out=perms[1])
     return perms
 
 
@@ -266,11 +274,13 @@ def _window_order(key: torch.Tensor, curve: torch.Tensor, window: int, descendin
     return curve[sort_windows(token_norms(key, mean_key(key)).index_select(-1, curve), window, descending)]
 
 
-def _window_order_in_kernel(key: torch.Tensor, curve: torch.Tensor, window: int, descending: bool) -> torch.Tensor:
-    """`_window_order` of one head, (B, 1, L), without fp32 copies of the keys."""
+def _window_orders_in_kernel(key: torch.Tensor, curve: torch.Tensor, window: int, descending: bool) -> torch.Tensor:
+    """`_window_order`, without fp32 copies of the keys; one launch per head."""
     from .norm_sort_triton import window_order_triton
 
-    return window_order_triton(key, mean_key(key), curve, window, descending=descending)
+    centre = mean_key(key)
+    parts = zip(key.split(1, dim=1), centre.split(1, dim=1), strict=True)
+    return torch.cat([window_order_triton(x, c, curve, window, descending=descending) for x, c in parts], dim=1)
 
 
 def _order_table(grid_thw: Grid | None, length: int, device: torch.device) -> torch.Tensor:
