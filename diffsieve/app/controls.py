@@ -21,23 +21,31 @@ def model_controls(model: LoadedModel, limits: Limits) -> dict[str, dict[str, An
     width, height = (min(side, limits.side) for side in (defaults.width, defaults.height))
     if not clips and width * height > limits.picture:
         width = height = math.isqrt(limits.picture)
-    return {
-        **subject_controls(clips=clips, classes=classes),
-        "prompt": {"value": defaults.prompts[0] if clips else "", "visible": clips},
-        "steps": {"value": min(defaults.steps, limits.steps)},
-        "frames": {"value": min(defaults.frames, limits.frames), "visible": clips},
-        "width": {"value": width, "step": 16 if clips else 1},
-        "height": {"value": height, "step": 16 if clips else 1},
-        "guidance": {"value": defaults.guidance_scale},
-        "method": {"value": model.method},
-        **method_controls(model.method, model),
+    controls = subject_controls(clips=clips, classes=classes) | method_controls(model.method, model)
+    values = {
+        "prompt": defaults.prompts[0] if clips else "",
+        "steps": min(defaults.steps, limits.steps),
+        "frames": min(defaults.frames, limits.frames),
+        "width": width,
+        "height": height,
+        "guidance": defaults.guidance_scale,
+        "method": model.method,
     }
+    return with_values(controls, values)
+
+
+def with_values(controls: dict[str, dict[str, Any]], values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the properties of controls together with values of these and of others."""
+    return controls | {name: controls.get(name, {}) | {"value": value} for name, value in values.items()}
 
 
 def subject_controls(*, clips: bool, classes: list[str]) -> dict[str, dict[str, Any]]:
-    """Return what says what is made: a prompt and frames for clips, a class for pictures."""
+    """Return what says what is made: a prompt and frames for clips, a class and any size for pictures."""
     shown = not clips and classes != [NO_CLASS]
+    step = 16 if clips else 1
     return {
+        "width": {"step": step},
+        "height": {"step": step},
         "prompt": {"visible": clips},
         "negative_prompt": {"visible": clips},
         "frames": {"visible": clips},

@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 
 from . import views
-from .controls import method_controls, model_controls, subject_controls, sweep_controls
+from .controls import method_controls, model_controls, subject_controls, sweep_controls, with_values
 from .errors import AppError, CancelledError, explain
 from .handlers import Handlers, Spot
 from .limits import Request, parse_sweep
@@ -220,9 +220,7 @@ class _Events:
             values["min_tokens"] = settings["min_tokens"]
         if settings["model"] in self.handlers.shelf.names:
             values["model"] = settings["model"]
-        for name, value in values.items():
-            controls[name] = controls.get(name, {}) | {"value": value}
-        return self._updates(controls) | self._sweep_field(settings["method"])
+        return self._updates(with_values(controls, values)) | self._sweep_field(settings["method"])
 
     def _show(self, run: Run, tab: str | None = "compare") -> dict[Any, Any]:
         """Return the updates that show a run."""

@@ -202,6 +202,7 @@ def test_the_controls_of_a_model_of_pictures():
     ]  # fmt: skip
     assert [clip[name]["visible"] for name in ("class_name", "prompt", "frames", "topk")] == [False, True, True, False]
     assert (picture["width"]["value"], picture["height"]["value"]) == (10, 10), "as large as the server allows"
+    assert (picture["width"]["step"], clip["width"]["step"]) == (1, 16)
     assert picture["method"]["value"] == "llsa"
     assert (picture["topk"]["value"], picture["block_size"]["value"]) == (2, 8), "as trained"
     assert method_controls("llsa", offered.get("tiny"))["topk"]["value"] == 8
