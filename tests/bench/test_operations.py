@@ -60,9 +60,8 @@ def test_ba_att(tmp_path):
 
 
 def test_stages_of_a_call_that_undoes_the_order_with_the_compensation(tmp_path, monkeypatch):
-    found = {"selection": 2.0, "attention": 9.0}
-    monkeypatch.setattr(ba_att.Timer, "stages", lambda self, call: found)
-    monkeypatch.setattr(ba_att.Timer, "eager", lambda self, call: ({"ms": 8.0}, {}))
+    found = [{"selection": 2.0, "attention": 9.0}, {"attention kernel": 8.0}]
+    monkeypatch.setattr(ba_att.Timer, "stages", lambda self, call: found.pop(0))
     config = _config(tmp_path)
     inputs = ba_att._inputs(config, GRID)
     options = ba_att._options(config, GRID, "default", 0.5)
@@ -70,6 +69,16 @@ def test_stages_of_a_call_that_undoes_the_order_with_the_compensation(tmp_path, 
     assert extra["stages_ms"] == {
         "order, statistics, choice of blocks": 2.0, "attention kernel": 8.0, "compensation, order undone": 1.0,
     }  # fmt: skip
+
+
+def test_calibration_is_timed_with_the_settings_of_the_call(tmp_path, monkeypatch):
+    config = _config(tmp_path, backend="torch")
+    calls = []
+    monkeypatch.setattr(ba_att, "calibrate_orders", lambda *tensors, **options: calls.append(options))
+    inputs = ba_att._inputs(config, GRID)
+    options = ba_att._options(config, GRID, "default", 0.5)
+    ba_att._extra(config, (inputs.query, inputs.key, inputs.value), options)
+    assert {"backend": "torch", "score": "residual", "density": 0.5, "block_size": 32}.items() <= calls[0].items()
 
 
 @pytest.mark.parametrize("wrong", ["output", "lists", "random"])
