@@ -31,7 +31,7 @@ class BenchConfig:
         dim: channels of a head.
         block_size: tokens per block of block-sparse attention.
         models: transformers of the operation `wan`, names out of `operations.wan.MODELS`.
-        backend: attention backend inside BA-Att and the transformers.
+        backend: attention backend inside BA-Att and the transformers; "hopper" also measures that kernel alone.
         compiled: compile the transformers; on CUDA.
         peers: also measure other kernels that are installed.
         budget_ms: time spent on the repeats of one figure; at least 3, at most 200 repeats.
@@ -59,7 +59,10 @@ class BenchConfig:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        try:
+            device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        except RuntimeError:
+            raise UserInputError(f"device must be cuda, cuda:1 or cpu, got {self.device!r}") from None
         if device.type not in ("cuda", "cpu"):
             raise UserInputError(f"device must be cuda or cpu, got {self.device!r}")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

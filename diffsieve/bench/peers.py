@@ -38,7 +38,7 @@ class Peer:
         package: see `module`.
         cpu: whether it runs on a CPU.
         dtypes: what it takes.
-        whole_blocks: whether it needs a number of tokens that is a multiple of the block.
+        whole_blocks: whether it needs a number of tokens that is a multiple of the block, and that one of 64.
         writes_logits: whether its memory grows with the square of the tokens.
     """
 
@@ -64,6 +64,8 @@ class Peer:
 
     def obstacle_at(self, config: BenchConfig, tokens: int, heads: int) -> str | None:
         """Why it cannot run at a size, where it can run at others, or `None`."""
+        if self.whole_blocks and config.block_size % 64:
+            return f"needs blocks of a multiple of 64 tokens, got {config.block_size}"
         if self.whole_blocks and tokens % config.block_size:
             return f"needs whole blocks of {config.block_size} tokens"
         if self.writes_logits and config.on_gpu:

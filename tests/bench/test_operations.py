@@ -164,7 +164,7 @@ def test_an_unknown_model(tmp_path):
 def test_peers_are_listed_with_the_reason(tmp_path, monkeypatch):
     config = _config(tmp_path)
     monkeypatch.setattr(BenchConfig, "on_gpu", property(lambda self: True))
-    config = _config(tmp_path, dtype="bfloat16")
+    config = _config(tmp_path, dtype="bfloat16", block_size=128)
     found = room.absent_peers(config)
     for package in ("fa3-fwd", "flash-attn-4", "fastvideo-kernel"):
         assert f"{package} is not installed" in found.values()
@@ -177,6 +177,16 @@ def test_peers_are_listed_with_the_reason(tmp_path, monkeypatch):
     sparse = next(peer for peer in room.PEERS if peer.name == "FlashAttention-4")
     assert "whole blocks" in (sparse.obstacle_at(config, 75_600, 12) or "")
     assert sparse.obstacle_at(config, 75_648, 12) is None
+    fine = _config(tmp_path, dtype="bfloat16", block_size=32)
+    assert sparse.obstacle_at(fine, 75_648, 12) == "needs blocks of a multiple of 64 tokens, got 32"
+
+
+def test_a_backend_that_no_gpu_has_run_is_measured_only_where_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(block_sparse, "choose_backend", lambda *args, **options: None)
+    monkeypatch.setattr(BenchConfig, "on_gpu", property(lambda self: True))
+    assert "--backend hopper" in block_sparse._backends(_config(tmp_path))["hopper"]
+    assert block_sparse._backends(_config(tmp_path))["triton"] is None
+    assert block_sparse._backends(_config(tmp_path, backend="hopper"))["hopper"] is None
 
 
 def test_modules_are_found_by_dotted_names():
