@@ -147,9 +147,18 @@ def test_results_of_other_kernels_are_refused(run, monkeypatch):
         run(_operation({"base": 0.0}))
 
 
-def test_the_digest_is_of_the_sources():
-    assert kernels_digest() == kernels_digest()
-    assert len(kernels_digest()) == 12
+def test_the_digest_is_of_the_sources_of_kernels_and_processors(tmp_path, monkeypatch):
+    monkeypatch.setattr("diffsieve.bench.results.__file__", str(tmp_path / "bench" / "results.py"))
+    seen = set()
+    for name, text, changes in (
+        ("kernels/one.py", "1", True), ("kernels/deep/two.py", "1", True), ("processors/one.py", "1", True),
+        ("kernels/one.py", "2", True), ("bench/one.py", "1", False),
+    ):  # fmt: skip
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        assert (kernels_digest() not in seen) is changes
+        seen.add(kernels_digest())
 
 
 def test_a_file_of_something_else_is_refused(run, tmp_path):
@@ -228,6 +237,7 @@ def test_speedups_on_a_gpu_compare_graphs_with_graphs(run, monkeypatch):
     ("options", "message"),
     [
         ({"device": "mps"}, "device"),
+        ({"device": "gpu"}, "device must be cuda, cuda:1 or cpu, got 'gpu'"),
         ({"dtype": "float8"}, "dtype"),
         ({"tokens": (0,)}, "tokens"),
         ({"sparsities": (1.0,)}, "sparsity"),
