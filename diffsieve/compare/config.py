@@ -55,6 +55,8 @@ class RunConfig:
 
     # What `method` may be beside one of `METHODS`.
     _without_method: ClassVar[tuple[str, ...]] = ()
+    # Arguments of sparse attention that a dense run looks at.
+    _dense_takes: ClassVar[tuple[str, ...]] = ()
 
     model: str = MINI_WAN
     method: str = DEFAULT_METHOD
@@ -132,6 +134,7 @@ class RunConfig:
         names = ("preset", "sparsity", "topk", "warmup", "block_size", "min_tokens")
         given = [name for name in names if getattr(self, name) is not None]
         given += ["backend"] if self.backend != "auto" else []
+        given = [name for name in given if name not in self._dense_takes]
         if given:
             shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
             raise UserInputError(f"{', '.join(given)} must be left out for method dense, got {shown}")

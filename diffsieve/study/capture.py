@@ -41,6 +41,7 @@ class CaptureConfig(RunConfig):
     """
 
     _without_method: ClassVar[tuple[str, ...]] = (DENSE,)
+    _dense_takes: ClassVar[tuple[str, ...]] = ("warmup",)
 
     method: str = DENSE
     warmup: int | float | None = 0.2
@@ -48,9 +49,6 @@ class CaptureConfig(RunConfig):
     steps_kept: tuple[int, ...] = ()
     both_branches: bool = False
     out: Path = Path("outputs/capture")
-
-    def _refuse_sparse(self) -> None:
-        """The warm-up is looked at."""
 
 
 def capture(

@@ -50,6 +50,7 @@ class StudyConfig(RunConfig):
     """
 
     _without_method: ClassVar[tuple[str, ...]] = (DENSE,)
+    _dense_takes: ClassVar[tuple[str, ...]] = ("warmup", "block_size", "backend")
 
     method: str = DENSE
     warmup: int | float | None = 0.2
@@ -62,9 +63,6 @@ class StudyConfig(RunConfig):
     floor: bool = True
     lpips_weights: Path | None = None
     out: Path = Path("outputs/study")
-
-    def _refuse_sparse(self) -> None:
-        """Warm-up and block size are those of the sparse variants."""
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,8 @@ def test_a_later_leg_may_run_on_another_gpu(pipe, captures, monkeypatch):
 def test_refusals(pipe, captures, tmp_path):
     with pytest.raises(UserInputError, match="step must be from 0 to 4"):
         capture(captures(steps_kept=(5,)), pipe=pipe)
+    with pytest.raises(UserInputError, match="sparsity, backend must be left out for method dense"):
+        captures(sparsity=0.5, backend="torch")
     with pytest.raises(UserInputError, match="layers must name layers"):
         capture(captures(layers=(9,)), pipe=pipe)
     config = captures(layers=(1,), steps_kept=(1,))

@@ -152,6 +152,12 @@ def test_wrong_choices_are_refused(arguments, message):
         choose(*arguments)
 
 
+def test_one_sparsity_is_refused_where_sparsities_are_meant(study):
+    assert study(block_size=8, warmup=1, backend="torch").backend == "torch"
+    with pytest.raises(UserInputError, match="sparsity, min_tokens must be left out"):
+        study(sparsity=0.5, min_tokens=0)
+
+
 def test_suites_name_their_sparsities():
     assert {s for _, s in choose(("sort",), (), ())} == {0.5, 0.7, 0.9}
     assert {s for _, s in choose(("fidelity",), (), ())} == {0.5, 0.6, 0.75, 0.9}
