@@ -184,6 +184,8 @@ class Handlers:
             if self._enriched(run_id):
                 sizes = range(1, deepest + 1)
                 means = tuple((masks.block_size**size, int((levels == size).sum())) for size in sizes)
+            else:  # no means: it is token by token or not at all
+                levels, deepest = np.minimum(levels, 1), 1
         else:
             levels = (~masks.attended(str(layer), step, head, where)).astype(np.int8)
             deepest, word = 1, "attended"

@@ -115,6 +115,23 @@ def test_a_spot_of_llsa_tells_detail_and_means(handlers):
             handlers.spot_view(found.id, LAYER, 2, 1, token)
 
 
+def test_without_means_a_spot_is_seen_in_detail_or_dark(handlers):
+    handlers.shelf = Shelf({"pixels": "pixels"}, load=lambda *_, **__: tiny_pixels.pipeline(levels=2, enrich=False))
+    found = run(handlers)
+    spot = handlers.spot_view(found.id, LAYER, 2, 1, (0, 5, 7))
+    assert (spot.attended, spot.means) == (16, ())
+    levels = handlers.masks(found.id).finest(LAYER, 2, 1, (0, 5, 7))[0]
+    assert set(np.unique(levels)) == {0, 1, 2}
+    (left, top), (width, height) = spot.layout.corner(0), spot.layout.panel
+    pixels, frame = np.asarray(spot.picture).astype(int), np.asarray(Image.open(found.file("sparse"))).astype(int)
+    for row, column in zip(*np.nonzero(levels == 1), strict=True):
+        if abs(row - 5) < 2 and abs(column - 7) < 2:
+            continue  # under the outline of the query
+        x, y = left + (column + 0.5) * width / 24, top + (row + 0.5) * height / 16
+        assert np.abs(pixels[int(y), int(x)] - 0.22 * frame[row, column]).max() < 20
+    assert views.spot_text(spot, 1).endswith("the others are dark.")
+
+
 def test_ba_att_has_block_masks_for_pictures_too(handlers):
     found = run(handlers, method="ba-att", block_size=16, min_tokens=0, warmup=0.4)
     spot = handlers.spot_view(found.id, LAYER, 2, 0, (0, 0, 0))
