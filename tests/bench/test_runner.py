@@ -41,7 +41,7 @@ def run(monkeypatch, tmp_path):
     def call(operation, deadline=None, **options):
         monkeypatch.setitem(OPERATIONS, "made-up", operation)
         config = BenchConfig(
-            out=tmp_path, operations=("made-up",), device="cpu", **{"budget_ms": 0.01} | options
+            out=tmp_path, operations=("made-up",), **{"budget_ms": 0.01, "device": "cpu"} | options
         )  # fmt: skip
         lines = []
         outcome = run_bench(config, deadline=deadline, progress=lines.append)
@@ -211,6 +211,20 @@ class _GPUTimer:
 
     def peak_mib(self, call):
         return 1.0
+
+
+@pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:1", 1)])
+def test_the_gpu_of_the_run_is_the_current_one(run, monkeypatch, device, number):
+    current = []
+    monkeypatch.setattr("diffsieve.bench.runner.Timer", _GPUTimer)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", current.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    problem = Problem("small", lambda: None, (), {"tokens": 1})
+    operation = replace(_operation({"base": 0.0}), problems=lambda config: [problem])
+    _, data, _ = run(operation, device=device)
+    assert current == [number]
+    assert data["device"] == device
 
 
 def test_speedups_on_a_gpu_compare_graphs_with_graphs(run, monkeypatch):
