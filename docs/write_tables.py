@@ -75,7 +75,8 @@ def call_table() -> str:
             "",
             table,
             "",
-            "Times of CUDA graphs, as compiled models have them; factors are over cuDNN, the faster of the dense ones.",
+            "Those of BA-Att are of CUDA graphs, without the host's time; factors are over cuDNN, the faster of "
+            "the dense ones.",
         ]
     )
 
