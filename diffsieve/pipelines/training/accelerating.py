@@ -44,7 +44,8 @@ def make_accelerator() -> Accelerator:
             f"distributed_type must be plain data parallel, got {accelerator.distributed_type.value}: every process "
             "holds the whole model"
         )
-    if accelerator.device.type == "cuda":
+    # A run without a launcher has "cuda", the current GPU, which set_device does not take.
+    if accelerator.device.type == "cuda" and accelerator.device.index is not None:
         torch.cuda.set_device(accelerator.device)
     return accelerator
 
