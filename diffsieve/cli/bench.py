@@ -120,9 +120,7 @@ def bench(
         plan = room.plan(settings)
         emit(plan, as_json=json, text=_plan_text(plan))
         return
-    result = room.run_bench(
-        settings, deadline=deadline, progress=legs.say, command=["diffsieve", *sys.argv[1:]]
-    )  # fmt: skip
+    result = room.run_bench(settings, deadline=deadline, progress=legs.say, command=["diffsieve", *sys.argv[1:]])
     result["plots"] = _plots(settings, result["files"])
     emit(result, as_json=json, text=_text(result))
     if result["failed"]:

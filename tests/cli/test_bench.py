@@ -35,9 +35,8 @@ def test_a_run_writes_results_and_plots(tmp_path):
 def test_legs_end_with_3_and_go_on(tmp_path, monkeypatch):
     # Somebody may be working on the kernels while the tests run.
     monkeypatch.setattr("diffsieve.bench.results.kernels_digest", lambda: "f" * 12)
-    codes = [
-        run("block-sparse", *TINY, "--out", str(tmp_path), "--max-seconds", "1e-9").exit_code for _ in range(3)
-    ]  # fmt: skip
+    words = ("block-sparse", *TINY, "--out", str(tmp_path), "--max-seconds", "1e-9")
+    codes = [run(*words).exit_code for _ in range(3)]
     assert codes == [3, 3, 0]
 
 
