@@ -14,6 +14,9 @@ from ..errors import UserInputError
 
 PRESETS = ("default", "paper")
 
+# What a run keeps of the choices of LLSA, for the attention view, grows with it.
+_MOST_TOPK = 128
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -168,7 +171,7 @@ def _ba_att(request: Request) -> dict[str, Any]:
 
 
 def _llsa(request: Request) -> dict[str, Any]:
-    return {"topk": _optional("top k", request.topk, 1, 1024)}
+    return {"topk": _optional("top k", request.topk, 1, _MOST_TOPK)}
 
 
 def check_sweep(request: Request, values: Any, limits: Limits) -> list[Request]:
@@ -184,7 +187,7 @@ def check_sweep(request: Request, values: Any, limits: Limits) -> list[Request]:
     if not 1 <= len(values) <= limits.sweep:
         raise UserInputError(f"{names} must hold 1 to {limits.sweep} numbers, got {len(values)}")
     if llsa:
-        numbers = sorted({whole("top k", value, 1, 1024) for value in values})
+        numbers = sorted({whole("top k", value, 1, _MOST_TOPK) for value in values})
         return [dataclasses.replace(request, topk=value) for value in numbers]
     shares = sorted({number("sparsity", value, 0.0, 0.99) for value in values})
     return [dataclasses.replace(request, sparsity=value) for value in shares]

@@ -115,8 +115,9 @@ def test_a_sweep_is_ascending_without_repeats():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([2.5], "top k must be a whole number from 1 to 1,024, got 2.5"),
+        ([2.5], "top k must be a whole number from 1 to 128, got 2.5"),
         ([0], "top k must be a whole number"),
+        ([129], "top k must be a whole number from 1 to 128, got 129"),
         ([], "numbers of top k must hold 1 to 3 numbers, got 0"),
         ("2", "numbers of top k must be a list of numbers"),
     ],
