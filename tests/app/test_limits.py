@@ -182,7 +182,7 @@ def test_llsa_takes_top_k_and_nothing_of_ba_att():
     config = check_request(small(method="llsa", topk=3.0), LIMITS)
     assert (config.method, config.topk, config.block_size) == ("llsa", 3, 8)
     assert (config.sparsity, config.warmup, config.preset, config.min_tokens) == (None, None, None, None)
-    with pytest.raises(UserInputError, match="top k must be a whole number from 1 to 1,024, got 0"):
+    with pytest.raises(UserInputError, match="top k must be a whole number from 1 to 128, got 0"):
         check_request(small(method="llsa", topk=0), LIMITS)
 
 
