@@ -71,20 +71,10 @@ class BlockMasks(Recorded):
         self._check_head(head)
         return np.unpackbits(self.masks[entry, head], axis=-1, count=self.num_blocks).astype(bool)
 
-    def thinned(self, steps: int) -> BlockMasks:
-        """Return at most so many evenly spaced steps of each layer."""
-        places = self._thinned_entries(steps)
-        return BlockMasks(
-            layers=tuple(self.layers[i] for i in places),
-            steps=tuple(self.steps[i] for i in places),
-            orders=tuple(self.orders[i] for i in places),
-            masks=self.masks[places],
-            query_blocks=self.query_blocks[places],
-            key_blocks=self.key_blocks[places],
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            grid_thw=self.grid_thw,
-        )
+    def _entries(self, places: list[int]) -> dict[str, Any]:
+        arrays = ("masks", "query_blocks", "key_blocks")
+        cut = {name: getattr(self, name)[places] for name in arrays}
+        return {"orders": tuple(self.orders[i] for i in places)} | cut
 
 
 class MaskCollector(Collector["RecordedMask"]):

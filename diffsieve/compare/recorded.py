@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -47,8 +48,15 @@ class Recorded(ABC):
         """Heads of every layer."""
 
     @abstractmethod
-    def thinned(self, steps: int) -> Recorded:
+    def _entries(self, places: list[int]) -> dict[str, Any]:
+        """Return the fields of the subclass that have an item for each entry, with those at `places` alone."""
+
+    def thinned(self, steps: int) -> Self:
         """Return at most so many evenly spaced steps of each layer."""
+        kept = {(layer, step) for layer in self.layer_names() for step in spread(self.steps_of(layer), steps)}
+        places = [i for i, pair in enumerate(zip(self.layers, self.steps, strict=True)) if pair in kept]
+        layers, numbers = tuple(self.layers[i] for i in places), tuple(self.steps[i] for i in places)
+        return dataclasses.replace(self, layers=layers, steps=numbers, **self._entries(places))
 
     def layer_names(self) -> list[str]:
         """Return the layers, in the order of the model."""
@@ -76,10 +84,6 @@ class Recorded(ABC):
             if name == layer and number == step:
                 return entry
         raise UserInputError(f"step must be one of {', '.join(map(str, self.steps_of(layer)))}, got {step}")
-
-    def _thinned_entries(self, steps: int) -> list[int]:
-        kept = {(layer, step) for layer in self.layer_names() for step in spread(self.steps_of(layer), steps)}
-        return [i for i, pair in enumerate(zip(self.layers, self.steps, strict=True)) if pair in kept]
 
 
 class Collector(ABC, Generic[Item]):

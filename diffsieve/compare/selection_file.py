@@ -91,18 +91,8 @@ class Selections(Recorded):
         self._entry(layer, step)
         return (self.order,) * self.heads
 
-    def thinned(self, steps: int) -> Selections:
-        """Return at most so many evenly spaced steps of each layer."""
-        places = self._thinned_entries(steps)
-        return Selections(
-            layers=tuple(self.layers[i] for i in places),
-            steps=tuple(self.steps[i] for i in places),
-            block_size=self.block_size,
-            grid_thw=self.grid_thw,
-            indices=tuple(array[places] for array in self.indices),
-            order=self.order,
-            raster_index=self.raster_index,
-        )
+    def _entries(self, places: list[int]) -> dict[str, Any]:
+        return {"indices": tuple(array[places] for array in self.indices)}
 
 
 class SelectionCollector(Collector["RecordedSelection"]):
