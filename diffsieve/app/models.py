@@ -24,7 +24,7 @@ def offered_models(extra: Sequence[str] = ()) -> dict[str, str]:
         extra: folders in diffusers format, or hub ids. A folder is shown by its own name alone.
 
     Raises:
-        UserInputError: no such model, two of the same name, or none at all.
+        UserInputError: no such model, a folder whose model_index.json is damaged, two of the same name, or none at all.
     """
     models: dict[str, str] = {}
     for name in EMBEDDED:
@@ -38,6 +38,7 @@ def offered_models(extra: Sequence[str] = ()) -> dict[str, str]:
         if model in models:
             continue
         folder = Path(model).expanduser()
+        _model_index(folder)
         name = folder.resolve().name if folder.is_dir() else model
         if name in models:
             raise UserInputError(f"model names must differ, got two called {name}")
@@ -110,18 +111,21 @@ class Shelf:
         return self._loaded.get(name) if isinstance(name, str) else None
 
     def classes(self, name: str) -> tuple[str, ...] | None:
-        """Return the classes of a model of pictures without loading it; `None` where its folder does not name them."""
+        """Return the classes of a model of pictures without loading it; `None` where its folder does not name them.
+
+        Raises:
+            UserInputError: the model_index.json of its folder is damaged.
+        """
         model = self.loaded(name)
         if model is not None:
             return model.classes
+        names = (self._index(name) or {}).get("class_names")
+        return tuple(names) if names else None
+
+    def _index(self, name: str) -> dict[str, Any] | None:
         if name not in self._models:
             return None
-        folder = EMBEDDED.get(name) or Path(self._models[name]).expanduser()
-        try:
-            names = json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get("class_names")
-        except (OSError, ValueError):
-            return None
-        return tuple(names) if names else None
+        return _model_index(EMBEDDED.get(name) or Path(self._models[name]).expanduser())
 
     def get(self, name: str) -> LoadedModel:
         """Return a model, loading it the first time.
@@ -136,3 +140,19 @@ class Shelf:
                 pipe = self._load(self._models[name], device=self._device, dtype=self._dtype)
                 self._loaded[name] = LoadedModel(name, pipe, generation_defaults(pipe), weights_digest(pipe))
             return self._loaded[name]
+
+
+def _model_index(folder: Path) -> dict[str, Any] | None:
+    """Return what the model_index.json of a folder holds; `None` where there is none, as for a hub id."""
+    file = folder / "model_index.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    except ValueError:
+        raise UserInputError(f"model_index.json of the model {folder.name} must be JSON, got something else") from None
+    if not isinstance(found, dict):
+        raise UserInputError(
+            f"model_index.json of the model {folder.name} must hold a JSON object, got a {type(found).__name__}"
+        )
+    return found

@@ -245,6 +245,16 @@ def test_the_embedded_model_of_pictures_is_offered_as_soon_as_its_folder_is_ther
     assert (model.classes, model.method) == (tuple(tiny_pixels.CLASSES), "llsa")
 
 
+@pytest.mark.parametrize(("text", "message"), [("[]", "hold a JSON object, got a list"), ("{", "be JSON, got")])
+def test_a_damaged_model_index_is_told_at_the_start_and_later(tmp_path, text, message):
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    (folder / "model_index.json").write_text(text)
+    for look in (lambda: offered_models([str(folder)]), lambda: Shelf({"damaged": str(folder)}).classes("damaged")):
+        with pytest.raises(UserInputError, match=f"^model_index.json of the model damaged must {message}"):
+            look()
+
+
 def test_the_endpoints(tmp_path):
     settings = ServerConfig(folder=tmp_path / "store")
     with serve(settings, shelf=shelf(), examples=tmp_path / "none") as server:
