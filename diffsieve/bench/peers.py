@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..kernels.block_sparse.flash4_backend import INTERFACE, PACKAGE, attend_flash4, flash4_lists
 from ..kernels.testing import AttentionInputs
 from .config import BenchConfig
 
@@ -113,19 +114,17 @@ def _flash3(inputs: AttentionInputs, block_size: int) -> Callable[[], Tensor]:
 
 
 def _flash4(inputs: AttentionInputs, block_size: int) -> Callable[[], Tensor]:
-    attend = import_module("flash_attn.cute.interface")._flash_attn_fwd
+    attend = import_module(INTERFACE)._flash_attn_fwd
     tensors = _as_blhd(inputs)
     return lambda: _first(attend(*tensors))
 
 
 def _flash4_sparse(inputs: AttentionInputs, block_size: int) -> Callable[[], Tensor]:
-    attend = import_module("flash_attn.cute.interface")._flash_attn_fwd
-    lists = import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
-    tensors = _as_blhd(inputs)
-    count, index = _full_width(inputs, block_size)
-    # No block needs a mask within it: all of them are "full" ones.
-    sparsity = lists(torch.zeros_like(count), torch.zeros_like(index), count, index)
-    return lambda: _first(attend(*tensors, block_sparse_tensors=sparsity))
+    # The tensors lie as (B, L, H, D), which the backend reads in place.
+    query, key, value = (x.transpose(1, 2) for x in _as_blhd(inputs))
+    lists = flash4_lists(inputs.block_index, inputs.block_count, len_k=key.shape[2], block_size=block_size)
+    scale = query.shape[3] ** -0.5
+    return lambda: attend_flash4(query, key, value, lists, scale=scale, return_lse=False)[0]
 
 
 def _flex(inputs: AttentionInputs, block_size: int) -> Callable[[], Tensor]:
@@ -187,11 +186,9 @@ PEERS = (
     Peer("dense, memory-efficient", False, partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION), dtypes=_ANY),
     Peer("dense, math", False, partial(_sdpa, SDPBackend.MATH), cpu=True, dtypes=_ANY, writes_logits=True),
     Peer("dense, FlashAttention-3", False, _flash3, "fa3_fwd_interface", "fa3-fwd", dtypes=(torch.bfloat16,)),
-    Peer("dense, FlashAttention-4", False, _flash4, "flash_attn.cute.interface", "flash-attn-4"),
+    Peer("dense, FlashAttention-4", False, _flash4, INTERFACE, PACKAGE),
     Peer("FlexAttention", True, _flex, dtypes=_ANY),
-    Peer(
-        "FlashAttention-4", True, _flash4_sparse, "flash_attn.cute.interface", "flash-attn-4", whole_blocks=True
-    ),
+    Peer("FlashAttention-4", True, _flash4_sparse, INTERFACE, PACKAGE, whole_blocks=True),
     Peer("FastVideo", True, _fastvideo, "fastvideo_kernel", "fastvideo-kernel", whole_blocks=True),
 )  # fmt: skip
 

@@ -1,7 +1,6 @@
 """Adapters to the kernels of others: layouts and lists, against stand-ins that read them as those kernels do."""
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,6 +10,8 @@ from diffsieve.bench import peers as room
 from diffsieve.bench.operations.block_sparse import check_output
 from diffsieve.bench.problem import passes
 from diffsieve.kernels import testing
+from diffsieve.kernels.block_sparse import flash4_backend
+from tests.kernels import flash4_stand_in
 
 BLOCK = 128
 CASE = testing.AttentionCase(
@@ -18,32 +19,16 @@ CASE = testing.AttentionCase(
 )
 
 
-class _Lists(NamedTuple):
-    mask_block_cnt: torch.Tensor
-    mask_block_idx: torch.Tensor
-    full_block_cnt: torch.Tensor
-    full_block_idx: torch.Tensor
-
-
 def _dense_blhd(query, key, value):
     out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value)))
     return out.transpose(1, 2).contiguous()
 
 
-def _flash4(query, key, value, block_sparse_tensors=None):
+def _flash4(query, key, value, **options):
     """(B, L, H, D) in, output and log-sum-exp out."""
-    if block_sparse_tensors is None:
-        return _dense_blhd(query, key, value), None
-    lists = block_sparse_tensors
-    assert not lists.mask_block_cnt.any()
-    blocks = lists.full_block_idx.shape[-1]
-    listed = torch.arange(blocks) < lists.full_block_cnt[..., None]
-    mask = torch.zeros_like(listed).scatter_(-1, lists.full_block_idx.long().where(listed, blocks - 1), listed)
-    # Entries beyond the count were sent to the last block: what is listed for it counts again.
-    mask[..., -1] = ((lists.full_block_idx == blocks - 1) & listed).any(-1)
-    tokens = mask.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)
-    out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value)), attn_mask=tokens)
-    return out.transpose(1, 2).contiguous(), None
+    if options:
+        return flash4_stand_in.flash_attn_fwd(query, key, value, **options)
+    return _dense_blhd(query, key, value), None
 
 
 def _fastvideo(query, key, value, block_map, sizes):
@@ -56,7 +41,7 @@ def _fastvideo(query, key, value, block_map, sizes):
 MODULES = {
     "fa3_fwd_interface": SimpleNamespace(flash_attn_func=_dense_blhd),
     "flash_attn.cute.interface": SimpleNamespace(_flash_attn_fwd=_flash4),
-    "flash_attn.cute.block_sparsity": SimpleNamespace(BlockSparseTensorsTorch=_Lists),
+    "flash_attn.cute.block_sparsity": SimpleNamespace(BlockSparseTensorsTorch=flash4_stand_in.Lists),
     "fastvideo_kernel": SimpleNamespace(block_sparse_attn=_fastvideo),
 }
 
@@ -68,7 +53,8 @@ def _inputs(peer):
 
 @pytest.mark.parametrize("peer", [peer for peer in room.PEERS if peer.module is not None], ids=lambda peer: peer.name)
 def test_packages(monkeypatch, peer):
-    monkeypatch.setattr(room, "import_module", MODULES.__getitem__)
+    for module in (room, flash4_backend):
+        monkeypatch.setattr(module, "import_module", MODULES.__getitem__)
     inputs = _inputs(peer)
     assert passes(check_output(inputs, BLOCK, peer.make(inputs, BLOCK), poisoned=False))
 
