@@ -31,7 +31,7 @@ class BenchConfig:
         dim: channels of a head.
         block_size: tokens per block of block-sparse attention.
         models: transformers of the operation `wan`, names out of `operations.wan.MODELS`.
-        backend: attention backend inside BA-Att and the transformers; "hopper" also measures that kernel alone.
+        backend: attention backend inside BA-Att and the transformers.
         compiled: compile the transformers; on CUDA.
         peers: also measure other kernels that are installed.
         budget_ms: time spent on the repeats of one figure; at least 3, at most 200 repeats.

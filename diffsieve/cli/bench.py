@@ -80,7 +80,7 @@ def bench(
         bool | None,
         typer.Option("--compile/--no-compile", help="Compile the transformers.", show_default="on CUDA"),
     ] = None,
-    backend: Annotated[str, typer.Option(help="In BA-Att and transformers; hopper: that kernel too.")] = "auto",
+    backend: Annotated[str, typer.Option(help="In BA-Att and transformers.")] = "auto",
     budget_ms: Annotated[float, typer.Option(help="Milliseconds for the repeats of one figure.")] = 250.0,
     device: Annotated[
         str | None,

@@ -86,7 +86,9 @@ MinTokens = Annotated[
 Backend = Annotated[
     str,
     typer.Option(
-        "--backend", help="Block-sparse kernel: auto, reference, torch, triton or hopper.", rich_help_panel=_METHOD
+        "--backend",
+        help="Block-sparse kernel: auto, reference, torch, triton, hopper, hopper-exact.",
+        rich_help_panel=_METHOD,
     ),
 ]
 Prompt = Annotated[

@@ -181,14 +181,6 @@ def test_peers_are_listed_with_the_reason(tmp_path, monkeypatch):
     assert sparse.obstacle_at(fine, 75_648, 12) == "needs blocks of a multiple of 64 tokens, got 32"
 
 
-def test_a_backend_that_no_gpu_has_run_is_measured_only_where_it_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(block_sparse, "choose_backend", lambda *args, **options: None)
-    monkeypatch.setattr(BenchConfig, "on_gpu", property(lambda self: True))
-    assert "--backend hopper" in block_sparse._backends(_config(tmp_path))["hopper"]
-    assert block_sparse._backends(_config(tmp_path))["triton"] is None
-    assert block_sparse._backends(_config(tmp_path, backend="hopper"))["hopper"] is None
-
-
 def test_modules_are_found_by_dotted_names():
     assert room.has_module("torch.nn")
     assert not room.has_module("torch.no_such_module")

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 
 from diffsieve.errors import BackendUnavailableError, UserInputError
 from diffsieve.kernels import testing
-from diffsieve.kernels.block_sparse import BACKENDS, backends, block_sparse_attention, choose_backend
+from diffsieve.kernels.block_sparse import block_sparse_attention, choose_backend, fallbacks
 from tests.kernels.compiling import SHARED_MEMORY, Compiled, compile_launch, launches_of, writes_under_products
 from tests.kernels.gluon_emulator import DeadlockError, Machine
 from tests.kernels.hopper_cases import BASE, HOPPER_CASES
@@ -228,7 +229,7 @@ needs_compiler = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("dim", "block_size", "form"),
     [(dim, 128, form) for dim in (64, 128) for form in ("bf16", "fp16", "bf16-fixed")]
-    + [(64, 64, "fp16"), (128, 64, "bf16-fixed"), (128, 256, "bf16")],
+    + [(64, 64, "fp16"), (128, 64, "bf16"), (64, 64, "bf16-fixed"), (128, 64, "bf16-fixed"), (128, 256, "bf16")],
 )
 def test_compiles_without_spills_or_serialised_products(dim, block_size, form):
     dtype, fixed = form[:4], form.endswith("fixed")
@@ -296,12 +297,65 @@ def test_launches_of_all_lengths_share_one_kernel():
     assert json.loads(run.stdout) == {"boxes": boxes, "launches": 3, "kernels": 1, "warps": 12}
 
 
-def test_auto_never_takes_it(monkeypatch):
-    query = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, 2, 4096, 128), device=torch.device("cuda:0"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    assert choose_backend(query, query, block_size=128).name == "triton"
-    assert choose_backend(query, query, block_size=128, backend="hopper").name == "hopper"
-    assert "hopper" in BACKENDS
+def test_tiles_and_rates_are_those_measured():
+    from diffsieve.kernels.block_sparse.hopper_backend import HopperTile, select_hopper_tile
+    from diffsieve.kernels.block_sparse.rates import RATES_SM90
+
+    path = Path(__file__).parents[2] / "benchmarks/results/h200/block_sparse_hopper.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert len(report["best"]) == 2 * len(RATES_SM90)
+    for best in report["best"]:
+        dim, block_size = map(int, re.findall(r"\d+", best["shape"]))
+        tile = HopperTile(**best["tile"])
+        assert select_hopper_tile(dim, block_size, fixed_stabiliser=best["fixed"]) == tile
+        rows = {(row.get("fixed"), str(row.get("tile"))): row for row in report["tune"][best["shape"]]}
+        (triton,) = [row for row in rows.values() if row["name"].endswith("triton")]
+        name = "hopper" if best["fixed"] else "hopper-exact"
+        measured = rows[best["fixed"], str(best["tile"])]
+        assert RATES_SM90[dim, block_size][name] == round(measured["tflops"], 1)
+        assert RATES_SM90[dim, block_size]["triton"] == round(triton["tflops"], 1)
+    assert select_hopper_tile(64, 512) == select_hopper_tile(64, 128)
+
+
+def on_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
+    """A query on a GPU that is not there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    values = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 2, 4096, 128), "device": torch.device("cuda:0")}
+    return mock.Mock(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "block_size", "capability", "name", "passed_over"),
+    [
+        ({}, 128, (9, 0), "hopper", None),
+        ({"dtype": torch.float16}, 64, (9, 0), "hopper", None),
+        ({"shape": (1, 2, 4096, 64)}, 256, (9, 0), "hopper", None),
+        ({"shape": (1, 2, 4096, 96)}, 128, (9, 0), "triton", "hopper needs a head dimension D of 64 or 128, got 96"),
+        ({}, 32, (9, 0), "triton", "hopper needs a block_size that is a power of two, at least 64, got 32"),
+        ({}, 48, (9, 0), "torch", "hopper needs a block_size that is a power of two, at least 64, got 48"),
+        ({"dtype": torch.float32}, 128, (9, 0), "torch", None),
+        ({"dtype": torch.float64}, 128, (9, 0), "torch", None),
+        ({}, 128, (8, 0), "triton", None),
+        ({}, 128, (10, 0), "triton", None),
+        ({}, 128, (7, 5), "torch", "triton needs a GPU of compute capability 8.0 or later, got 7.5"),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_fastest_that_can_run(changes, block_size, capability, name, passed_over, monkeypatch):
+    query = on_gpu(capability, monkeypatch, **changes)
+    choice = choose_backend(query, query, block_size=block_size)
+    assert (choice.name, choice.passed_over) == (name, passed_over)
+    assert passed_over is None or passed_over in choice.reason
+
+
+def test_auto_takes_triton_where_gluon_is_unusable(monkeypatch):
+    from diffsieve.kernels.block_sparse import hopper_backend
+
+    query = on_gpu((9, 0), monkeypatch)
+    monkeypatch.setattr(hopper_backend, "GLUON_OBSTACLE", "needs Triton 3.6 to 3.8, whose Gluon it is written for")
+    choice = choose_backend(query, query, block_size=128)
+    assert choice.name == "triton"
+    assert "hopper needs Triton 3.6 to 3.8" in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -318,10 +372,8 @@ def test_auto_never_takes_it(monkeypatch):
     ids=str,
 )
 def test_says_why_it_cannot_run(change, capability, message, monkeypatch):
-    values = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 2, 4096, 128), "device": torch.device("cuda:0")}
     block_size = change.pop("block_size", 128)
-    query = mock.Mock(**values | change)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    query = on_gpu(capability, monkeypatch, **change)
     with pytest.raises(BackendUnavailableError, match=rf'backend="hopper" {message}; use backend="triton" or "auto"'):
         choose_backend(query, query, block_size=block_size, backend="hopper")
 
@@ -356,14 +408,24 @@ def test_a_gluon_that_cannot_be_imported_is_refused(monkeypatch):
     assert "import from Triton 3.6.0 failed" in obstacle
 
 
-def test_the_question_for_it_can_be_compiled():
-    query = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
+def test_the_choice_can_be_compiled(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    from torch._subclasses import FakeTensorMode
 
     def function(x):
-        return x + len(backends._hopper_obstacle(x, 64))
+        choice = choose_backend(x, x, block_size=128)
+        return x + 1, choice.name, choice.reason
 
     compiled = torch.compile(function, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(query), function(query))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query = torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16)
+        assert compiled(query)[1:] == ("hopper", "CUDA GPU sm_90, bfloat16, D 128")
+        # What fails later is seen by code that is compiled already.
+        monkeypatch.setitem(fallbacks.FAILED, "hopper", "could not be built (Error)")
+        assert compiled(query)[1:] == (
+            "hopper-exact", "CUDA GPU sm_90, bfloat16, D 128; hopper could not be built (Error)",
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -374,13 +436,13 @@ def hopper_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper_gpu")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("backend", "dtype"), [("hopper", "bf16"), ("hopper", "fp16"), ("hopper-exact", "bf16")])
 @pytest.mark.parametrize(
     "case", [*HOPPER_CASES, replace(BASE, len_q=5000, len_k=5000, dim=128, variable=True)], ids=str
 )
-def test_error_on_a_gpu(case, dtype):
+def test_error_on_a_gpu(case, backend, dtype):
     inputs = testing.make_inputs(case, dtype=DTYPES[dtype], device="cuda")
-    options = {"block_size": case.block_size, "return_lse": True, "backend": "hopper"}
+    options = {"block_size": case.block_size, "return_lse": True, "backend": backend}
     with testing.poisoned_memory():
         out, lse = block_sparse_attention(*inputs.tensors(), **options)
         again, lse_again = block_sparse_attention(*inputs.tensors(), **options)
@@ -393,27 +455,13 @@ def test_error_on_a_gpu(case, dtype):
 @pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("gain", [1.0, 4.0, 16.0, 200.0])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_large_activations_on_a_gpu(dim, gain):
+@pytest.mark.parametrize("backend", ["hopper", "hopper-exact"])
+def test_large_activations_on_a_gpu(backend, dim, gain):
     case = replace(BASE, len_q=2000, len_k=2000, dim=dim, gain=gain)
     inputs = testing.make_inputs(case, dtype=torch.bfloat16, device="cuda")
     with testing.poisoned_memory():
-        out, lse = block_sparse_attention(*inputs.tensors(), block_size=128, return_lse=True, backend="hopper")
+        out, lse = block_sparse_attention(*inputs.tensors(), block_size=128, return_lse=True, backend=backend)
     check(inputs, 128, out, lse)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper_gpu")
-@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
-def test_fixed_stabiliser_on_a_gpu(case):
-    from diffsieve.kernels.block_sparse.hopper_backend import block_sparse_attention_hopper
-
-    inputs = testing.make_inputs(case, dtype=torch.bfloat16, device="cuda")
-    options = {"block_size": case.block_size, "scale": case.dim**-0.5, "return_lse": True, "fixed_stabiliser": True}
-    with testing.poisoned_memory():
-        out, lse = block_sparse_attention_hopper(*inputs.tensors(), **options)
-        again, _ = block_sparse_attention_hopper(*inputs.tensors(), **options)
-    check(inputs, case.block_size, out, lse)
-    assert torch.equal(out, again)
 
 
 @pytest.mark.gpu

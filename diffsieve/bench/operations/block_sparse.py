@@ -85,9 +85,6 @@ def _backends(config: BenchConfig) -> dict[str, str | None]:
             found[name] = "not made for speed here"
         elif name != "torch" and not config.on_gpu:
             found[name] = "needs a CUDA GPU"  # the Triton interpreter says nothing about speed
-        elif name == "hopper" and config.backend != "hopper":
-            # A kernel that never ends would take the rows after it along.
-            found[name] = "no GPU has run it yet: measured with --backend hopper only"
         else:
             try:
                 choose_backend(probe, probe, block_size=config.block_size, backend=name)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ...errors import BackendUnavailableError, UserInputError
+from .fallbacks import FAILED
+from .rates import by_rate
 
-BACKENDS = ("auto", "reference", "torch", "triton", "hopper")
+BACKENDS = ("auto", "reference", "torch", "triton", "hopper", "hopper-exact")
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TRITON_MAX_DIM = 256
@@ -26,12 +28,14 @@ class BackendChoice:
     """A backend and the reason for it.
 
     Args:
-        name: "reference", "torch", "triton" or "hopper".
+        name: one of `BACKENDS` but "auto".
         reason: one line for a person.
+        passed_over: why the backend that is the fastest on this GPU was not taken; None where it was.
     """
 
     name: str
     reason: str
+    passed_over: str | None = None
 
 
 def choose_backend(query: Tensor, key: Tensor, *, block_size: int, backend: str = "auto") -> BackendChoice:
@@ -48,29 +52,42 @@ def choose_backend(query: Tensor, key: Tensor, *, block_size: int, backend: str 
     """
     if backend not in BACKENDS:
         raise UserInputError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "auto":
+        return _choose_for(query, block_size)
     if backend in ("reference", "torch"):
         return BackendChoice(backend, "asked for by name")
-    # Never taken by "auto": no GPU has run it yet.
-    if backend == "hopper":
-        obstacle = _hopper_obstacle(query, block_size)
-        if obstacle is not None:
-            raise BackendUnavailableError(f'backend="hopper" {obstacle}; use backend="triton" or "auto"')
-        return BackendChoice("hopper", "asked for by name")
-    if backend == "auto" and query.device.type == "cpu":
-        return BackendChoice("torch", "cpu tensors: triton needs a CUDA GPU")
-    obstacle = _triton_obstacle(query, block_size)
-    if backend == "triton":
-        if obstacle is not None:
-            raise BackendUnavailableError(f'backend="triton" {obstacle}')
-        return BackendChoice("triton", "asked for by name")
+    obstacle = _obstacle(backend, query, block_size)
     if obstacle is not None:
-        return BackendChoice("torch", f"triton {obstacle.split(';')[0]}")
-    if query.dtype == torch.float32:
+        advice = "" if backend == "triton" else '; use backend="triton" or "auto"'
+        raise BackendUnavailableError(f'backend="{backend}" {obstacle}{advice}')
+    return BackendChoice(backend, "asked for by name")
+
+
+def _choose_for(query: Tensor, block_size: int) -> BackendChoice:
+    """What "auto" takes: the fastest by measurements (see `rates`) of those that can run."""
+    if query.device.type == "cpu":
+        return BackendChoice("torch", "cpu tensors: triton needs a CUDA GPU")
+    on_nvidia = query.is_cuda and torch.version.hip is None
+    if on_nvidia and query.dtype == torch.float32:
         return BackendChoice(
             "torch", "fp32 has no tensor cores to gain from: triton runs it only when asked for by name"
         )
-    major, minor = torch.cuda.get_device_capability(query.device)
-    return BackendChoice("triton", f"CUDA GPU sm_{major}{minor}, {dtype_name(query.dtype)}, D {query.shape[-1]}")
+    if not on_nvidia or query.dtype not in _TRITON_DTYPES:
+        return BackendChoice("torch", f"triton {(_triton_obstacle(query, block_size) or '').split(';')[0]}")
+    capability = torch.cuda.get_device_capability(query.device)
+    passed_over = None
+    for name in by_rate(capability, query.shape[-1], block_size):
+        obstacle = FAILED.get(name) or _obstacle(name, query, block_size)
+        if obstacle is None:
+            gpu = f"CUDA GPU sm_{capability[0]}{capability[1]}, {dtype_name(query.dtype)}, D {query.shape[-1]}"
+            return BackendChoice(name, gpu if passed_over is None else f"{gpu}; {passed_over}", passed_over)
+        if passed_over is None:
+            passed_over = f"{name} {obstacle.split(';')[0]}"
+    return BackendChoice("torch", passed_over or "", passed_over)
+
+
+def _obstacle(name: str, query: Tensor, block_size: int) -> str | None:
+    return _triton_obstacle(query, block_size) if name == "triton" else _hopper_obstacle(query, block_size)
 
 
 def _triton_obstacle(query: Tensor, block_size: int) -> str | None:

@@ -58,14 +58,25 @@ class HopperTile:
     query_in_registers: bool = True
 
 
-def select_hopper_tile(dim: int, block_size: int) -> HopperTile:
+# Form, head dimension and block size -> the fastest tile on an H200 (benchmarks/results/h200/block_sparse_hopper.json).
+_TILES = {
+    ("exact", 128, 128): HopperTile(consumers=2, block_n=128, num_stages=2),
+    ("exact", 64, 128): HopperTile(consumers=2, block_n=128, num_stages=2),
+    ("exact", 128, 64): HopperTile(consumers=1, block_n=64, num_stages=3),
+    ("exact", 64, 64): HopperTile(consumers=1, block_n=64, num_stages=2),
+    ("fixed", 128, 128): HopperTile(consumers=2, block_n=64, num_stages=4),
+    ("fixed", 64, 128): HopperTile(consumers=2, block_n=64, num_stages=4),
+    ("fixed", 128, 64): HopperTile(consumers=1, block_n=64, num_stages=3),
+    ("fixed", 64, 64): HopperTile(consumers=1, block_n=64, num_stages=3),
+}
+
+
+def select_hopper_tile(dim: int, block_size: int, *, fixed_stabiliser: bool = False) -> HopperTile:
     """The tile for a head dimension (64 or 128) and a block size (a power of two, at least 64).
 
-    Not yet measured: they follow what is known of such kernels, where depth beyond two stages gained nothing.
+    Measured in bf16 with blocks of 64 and 128; fp16 takes that of the exact form, larger blocks those of 128.
     """
-    if block_size == 64:
-        return HopperTile(consumers=1, block_n=64, num_stages=2 if dim == 128 else 3)
-    return HopperTile(consumers=2, block_n=128, num_stages=2 if dim == 128 else 3)
+    return _TILES["fixed" if fixed_stabiliser else "exact", dim, min(block_size, 128)]
 
 
 def block_sparse_attention_hopper(
@@ -95,7 +106,7 @@ def block_sparse_attention_hopper(
         raise UserInputError(f"query must be bfloat16 with fixed_stabiliser, got {dtype_name(query.dtype)}")
     batch, heads, len_q, dim = query.shape
     kv_heads, len_k = key.shape[1:3]
-    tile = select_hopper_tile(dim, block_size) if tile is None else tile
+    tile = select_hopper_tile(dim, block_size, fixed_stabiliser=fixed_stabiliser) if tile is None else tile
     out = torch.empty_like(query)
     target = out if allows_descriptor(out) else torch.empty_like(query, memory_format=torch.contiguous_format)
     query, key, value = (

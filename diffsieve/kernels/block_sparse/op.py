@@ -8,9 +8,12 @@ from torch import Tensor
 
 from ...errors import UserInputError
 from .backends import BACKENDS, choose_backend, dtype_name
+from .fallbacks import FAILED, give_up, is_build_failure, say_once
 
 # Inputs are padded to whole blocks: this bounds what a slip of the pen can ask for.
 MAX_BLOCK_SIZE = 2**16
+# The kernels of gradients, among those that could not be built.
+_BACKWARD = "triton backward"
 
 
 def block_sparse_attention(
@@ -147,28 +150,43 @@ def _attention_op(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the latter is an empty tensor unless asked for."""
-    choice = choose_backend(query, key, block_size=block_size, backend=backend)
     inputs = (query, key, value, block_index, block_count)
-    if choice.name == "triton":
-        from .triton_backend import block_sparse_attention_triton
-
-        out, lse = block_sparse_attention_triton(*inputs, block_size=block_size, scale=scale, return_lse=return_lse)
-    elif choice.name == "hopper":
-        from .hopper_backend import block_sparse_attention_hopper
-
-        out, lse = block_sparse_attention_hopper(*inputs, block_size=block_size, scale=scale, return_lse=return_lse)
-    elif choice.name == "torch":
-        from .torch_backend import block_sparse_attention_torch
-
-        out, lse = block_sparse_attention_torch(*inputs, block_size=block_size, scale=scale, return_lse=return_lse)
-    else:
-        from .reference import block_sparse_attention_reference
-
-        result, lse = block_sparse_attention_reference(*inputs, block_size=block_size, scale=scale)
-        out = torch.empty_like(query).copy_(result)
+    options = {"block_size": block_size, "scale": scale, "return_lse": return_lse}
+    while True:
+        choice = choose_backend(query, key, block_size=block_size, backend=backend)
+        if choice.passed_over is not None:
+            say_once(f"block_sparse_attention takes {choice.name}: {choice.passed_over}")
+        try:
+            out, lse = _run(choice.name, inputs, options)
+            break
+        except Exception as error:
+            if choice.name in ("torch", "reference") or not is_build_failure(error):
+                raise
+            give_up(choice.name, error, asked=backend)
     if lse is None or not return_lse:
         lse = query.new_empty((0,), dtype=_lse_dtype(query))
     return out, lse
+
+
+def _run(name: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Output and log-sum-exp (which may be None unless asked for) of one backend."""
+    if name == "triton":
+        from .triton_backend import block_sparse_attention_triton
+
+        return block_sparse_attention_triton(*inputs, **options)
+    if name in ("hopper", "hopper-exact"):
+        from .hopper_backend import block_sparse_attention_hopper
+
+        fixed = name == "hopper" and inputs[0].dtype == torch.bfloat16
+        return block_sparse_attention_hopper(*inputs, **options, fixed_stabiliser=fixed)
+    if name == "torch":
+        from .torch_backend import block_sparse_attention_torch
+
+        return block_sparse_attention_torch(*inputs, **options)
+    from .reference import block_sparse_attention_reference
+
+    result, lse = block_sparse_attention_reference(*inputs, block_size=options["block_size"], scale=options["scale"])
+    return torch.empty_like(inputs[0]).copy_(result), lse
 
 
 @_attention_op.register_fake
@@ -204,10 +222,17 @@ def _attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of "hopper" are those of "triton"; the others share the torch one, exact to the accumulation dtype."""
     inputs = (grad_out, grad_lse, query, key, value, block_index, block_count)
-    if choose_backend(query, key, block_size=block_size, backend=backend).name in ("triton", "hopper"):
+    name = choose_backend(query, key, block_size=block_size, backend=backend).name
+    if name not in ("torch", "reference") and (backend != "auto" or _BACKWARD not in FAILED):
         from .triton_backward import block_sparse_attention_triton_backward
 
-        return block_sparse_attention_triton_backward(*inputs, block_size=block_size, scale=scale, out=out, lse=lse)
+        try:
+            return block_sparse_attention_triton_backward(*inputs, block_size=block_size, scale=scale, out=out, lse=lse)
+        except Exception as error:
+            if not is_build_failure(error):
+                raise
+            give_up(_BACKWARD, error, asked=backend)
+            say_once(f"block_sparse_attention takes torch for gradients: triton {FAILED[_BACKWARD]}")
     from .torch_backend import block_sparse_attention_torch_backward
 
     return block_sparse_attention_torch_backward(*inputs, block_size=block_size, scale=scale)

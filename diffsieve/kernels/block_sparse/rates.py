@@ -1,0 +1,31 @@
+"""How fast the backends were measured to be: what "auto" goes by where more than one can run."""
+
+from __future__ import annotations
+
+# Head dimension and block size -> TFLOP/s by backend on an H200: 75,648 tokens, 12 heads, bf16, half of the blocks kept
+# (benchmarks/results/h200/block_sparse_hopper.json).
+RATES_SM90 = {
+    (128, 128): {"hopper": 692.7, "hopper-exact": 655.8, "triton": 547.9},
+    (64, 128): {"hopper": 489.5, "hopper-exact": 469.5, "triton": 420.0},
+    (128, 64): {"hopper": 561.8, "hopper-exact": 540.0, "triton": 445.9},
+    (64, 64): {"hopper": 484.1, "hopper-exact": 425.3, "triton": 412.2},
+}
+
+# Worked out once: torch.compile traces no more than a look-up.
+_BY_RATE = {key: tuple(sorted(rates, key=rates.__getitem__, reverse=True)) for key, rates in RATES_SM90.items()}
+
+
+def by_rate(capability: tuple[int, int], dim: int, block_size: int) -> tuple[str, ...]:
+    """The backends that "auto" considers on a GPU, the fastest first, whether or not they can run.
+
+    Shapes that were not measured take the order of the nearest that was: larger blocks are cut into steps of 128 keys
+    like those of 128, and of other head dimensions `hopper` says that it lacks them.
+
+    Args:
+        capability: compute capability of the GPU.
+        dim: head dimension.
+        block_size: tokens per block.
+    """
+    if capability != (9, 0):
+        return ("triton",)
+    return _BY_RATE[64 if dim <= 64 else 128, 64 if block_size <= 64 else 128]
