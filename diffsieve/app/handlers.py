@@ -27,7 +27,7 @@ from ..compare.report import environment, size_text
 from ..compare.selection_file import Selections, read_selections
 from .errors import AppError, public_report
 from .jobs import Follow, Job, Jobs, Tell
-from .limits import Limits, Request, check_model, check_request, check_sweep, number, whole
+from .limits import Limits, Request, check_model, check_request, check_sweep, check_unloaded, number, whole
 from .models import LoadedModel, Shelf
 from .store import POSTER, Run, Store, run_digest
 from .views import layer_name
@@ -83,7 +83,7 @@ class Handlers:
         Raises:
             DiffsieveError: a value is out of its range, the run was cancelled, or it failed.
         """
-        check_model(request.model, self.shelf.names)
+        self._check_before_loading(request)
         with self.jobs.run(owner) as job:
             return self._run_all([request], job, tell)[0]
 
@@ -96,8 +96,8 @@ class Handlers:
             owner: session of the client.
             tell: progress.
         """
-        check_model(request.model, self.shelf.names)
         requests = check_sweep(request, values, self.limits)
+        self._check_before_loading(requests[0])  # the others differ in what is checked by now
         with self.jobs.run(owner) as job:
             return self._run_all(requests, job, tell)
 
@@ -210,6 +210,15 @@ class Handlers:
         frame = whole("frame", frame, 0, grid[0] - 1)
         x, y = (number(name, value, 0, 10**5) for name, value in (("x", x), ("y", y)))
         return AttentionLayout.of(grid, (settings["height"], settings["width"]), frame).locate(x, y)
+
+    def _check_before_loading(self, request: Request) -> None:
+        """Refuse wrong values before the request waits for its turn and for the weights."""
+        name = check_model(request.model, self.shelf.names)
+        pictures, classes = self.shelf.pictures(name), self.shelf.classes(name)
+        if pictures is None or (pictures and classes is None):
+            check_unloaded(request, self.limits)
+        else:
+            check_request(request, self.limits, classes)
 
     def _run_all(self, requests: Sequence[Request], job: Job, tell: Tell) -> list[Run]:
         model = self.shelf.get(requests[0].model)

@@ -16,6 +16,7 @@ PRESETS = ("default", "paper")
 
 # What a run keeps of the choices of LLSA, for the attention view, grows with it.
 _MOST_TOPK = 128
+_LEAST_SIDE = 8  # pixels, of a picture
 
 
 @dataclass(frozen=True)
@@ -119,19 +120,31 @@ def check_request(request: Request, limits: Limits, classes: Sequence[str] | Non
         UserInputError: names the first field that is out of its range, the range, and what came.
     """
     subject = _clip(request, limits) if classes is None else _picture(request, limits, classes)
+    return CompareConfig(model=request.model, save_masks=True, out=Path("-"), **subject, **_settings(request, limits))
+
+
+def check_unloaded(request: Request, limits: Limits) -> None:
+    """Check what can be checked while nothing is known of the model, not even whether it makes clips.
+
+    Raises:
+        UserInputError: see `check_request`.
+    """
+    _settings(request, limits)
+    for name in ("width", "height"):
+        whole(name, getattr(request, name), _LEAST_SIDE, limits.side)
+
+
+def _settings(request: Request, limits: Limits) -> dict[str, Any]:
+    """Return the fields that every model has."""
     method = _choice("method", request.method, list(METHODS))
-    return CompareConfig(
-        model=request.model,
-        method=method,
-        steps=whole("steps", request.steps, 1, limits.steps),
-        seed=(whole("seed", request.seed, 0, 2**31 - 1),),
-        guidance_scale=number("guidance", request.guidance, 0.0, 30.0),
-        block_size=_optional("block size", request.block_size, 4, 1024),
-        save_masks=True,
-        out=Path("-"),
-        **subject,
+    return {
+        "method": method,
+        "steps": whole("steps", request.steps, 1, limits.steps),
+        "seed": (whole("seed", request.seed, 0, 2**31 - 1),),
+        "guidance_scale": number("guidance", request.guidance, 0.0, 30.0),
+        "block_size": _optional("block size", request.block_size, 4, 1024),
         **(_llsa(request) if method == "llsa" else _ba_att(request)),
-    )
+    }
 
 
 def _clip(request: Request, limits: Limits) -> dict[str, Any]:
@@ -152,7 +165,7 @@ def _clip(request: Request, limits: Limits) -> dict[str, Any]:
 
 def _picture(request: Request, limits: Limits, classes: Sequence[str]) -> dict[str, Any]:
     name = classes[0] if request.class_name in (None, "") else _choice("class", request.class_name, classes)
-    width, height = (whole(name, getattr(request, name), 8, limits.side) for name in ("width", "height"))
+    width, height = (whole(name, getattr(request, name), _LEAST_SIDE, limits.side) for name in ("width", "height"))
     if width * height > limits.picture:
         raise UserInputError(
             f"width x height must be at most {limits.picture:,} pixels on this server, "

@@ -110,6 +110,18 @@ class Shelf:
         """Return a model that is loaded, else `None`."""
         return self._loaded.get(name) if isinstance(name, str) else None
 
+    def pictures(self, name: str) -> bool | None:
+        """Return whether a model makes pictures, without loading it; `None` where it is in no folder here.
+
+        Raises:
+            UserInputError: the model_index.json of its folder is damaged.
+        """
+        model = self.loaded(name)
+        if model is not None:
+            return model.classes is not None
+        index = self._index(name)
+        return None if index is None else index.get("_class_name") == "PixelDiTPipeline"
+
     def classes(self, name: str) -> tuple[str, ...] | None:
         """Return the classes of a model of pictures without loading it; `None` where its folder does not name them.
 

@@ -11,6 +11,7 @@ from PIL import Image
 
 from diffsieve.app import handlers as module
 from diffsieve.app.errors import AppError, CancelledError, explain
+from diffsieve.app.models import Shelf
 from diffsieve.errors import DiffsieveError, UserInputError
 from tests.app.conftest import Tiny, make_handlers, small
 
@@ -264,6 +265,24 @@ def test_two_runs_of_different_sizes_are_not_set_against_each_other(handlers):
     assert [found.id for found in handlers.pair(first.id, other.id)] == [first.id, other.id]
     with pytest.raises(AppError, match="of one size, got a clip of 9 frames of 32 x 32 and a clip of 9 frames of 48"):
         handlers.pair(first.id, wide.id)
+
+
+@pytest.mark.parametrize("folder", [True, False], ids=["folder", "hub"])
+def test_wrong_values_are_refused_before_the_model_is_loaded(tmp_path, folder):
+    load = Tiny()
+    handlers = make_handlers(tmp_path / "store", load=load)
+    wrong = [{"steps": 0}, {"method": "none"}, {"seed": -1}, {"sparsity": 2.0}, {"width": 10**9}, {"block_size": "x"}]
+    if folder:  # which says that it makes clips
+        handlers.shelf = Shelf({"tiny": str(tmp_path)}, load=load)
+        (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+        wrong += [{"prompt": ""}, {"frames": 10**9}, {"width": 40}]
+    for changes in wrong:
+        with pytest.raises(UserInputError, match="must"):
+            run(handlers, **changes)
+        with pytest.raises(UserInputError, match="must"):
+            handlers.sweep(small(**changes), changes.get("sparsity", [0.5]), owner="me", tell=lambda share, text: None)
+    assert load.loads == 0
+    handlers.store.close()
 
 
 def test_only_an_offered_model_is_loaded(handlers):

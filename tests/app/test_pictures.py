@@ -241,6 +241,7 @@ def test_the_embedded_model_of_pictures_is_offered_as_soon_as_its_folder_is_ther
     assert shelf.classes(defaults.MINI_PIXEL_DIT) == tuple(tiny_pixels.CLASSES), "known before it is loaded"
     assert shelf.classes(defaults.MINI_WAN) is None
     assert shelf.classes("missing") is None
+    assert [shelf.pictures(name) for name in (*offered, "missing")] == [False, True, None]
     model = shelf.get(defaults.MINI_PIXEL_DIT)
     assert (model.classes, model.method) == (tuple(tiny_pixels.CLASSES), "llsa")
 
@@ -253,6 +254,16 @@ def test_a_damaged_model_index_is_told_at_the_start_and_later(tmp_path, text, me
     for look in (lambda: offered_models([str(folder)]), lambda: Shelf({"damaged": str(folder)}).classes("damaged")):
         with pytest.raises(UserInputError, match=f"^model_index.json of the model damaged must {message}"):
             look()
+
+
+def test_wrong_values_are_refused_before_a_model_of_pictures_is_loaded(handlers, tmp_path):
+    (tmp_path / "model_index.json").write_text(
+        json.dumps({"_class_name": "PixelDiTPipeline", "class_names": tiny_pixels.CLASSES})
+    )
+    handlers.shelf = Shelf({"pixels": str(tmp_path)}, load=lambda *_, **__: pytest.fail("must not be loaded"))
+    for changes in ({"class_name": "Nothing"}, {"width": 7}, {"width": 1280, "height": 1280}, {"topk": 0}):
+        with pytest.raises(UserInputError, match="must"):
+            run(handlers, **changes)
 
 
 def test_the_endpoints(tmp_path):
