@@ -65,7 +65,7 @@ class _Events:
                               cancels=started, **private)  # fmt: skip
             page.blocks.unload(self.on_leave)
             opened = [*shown, page.sweep_values, *ask.list()]
-            page.examples.click(self.on_example, page.examples, opened, show_progress="hidden", **private)
+            page.examples.click(self.on_example, [page.examples, ask.model], opened, show_progress="hidden", **private)
             ask.model.input(self.on_load, ask.model, [page.status, page.sweep_values, *ask.list()],
                             show_progress_on=page.status, show_progress="minimal", **MODEL_QUEUE,
                             **private)  # fmt: skip
@@ -88,7 +88,7 @@ class _Events:
             listing = [gallery.pictures, gallery.ids, gallery.left, gallery.right]
             for trigger in (page.blocks.load, page.current.change):
                 trigger(self.on_list_runs, [gallery.left, gallery.right], listing, show_progress="hidden", **private)
-            gallery.pictures.select(self.on_open, gallery.ids, opened, show_progress="hidden", **private)
+            gallery.pictures.select(self.on_open, [gallery.ids, ask.model], opened, show_progress="hidden", **private)
             gallery.keep.click(
                 self.on_keep, page.current, [gallery.told, gallery.keep], show_progress="hidden", **private
             )
@@ -183,43 +183,59 @@ class _Events:
     def _sweep_field(self, method: Any) -> dict[Any, Any]:
         return {self.page.sweep_values: gr.update(**sweep_controls(method, self.handlers.limits.sweep))}
 
-    def on_example(self, number: Any) -> dict[Any, Any]:
+    def on_example(self, number: Any, chosen: Any) -> dict[Any, Any]:
         examples = [run for run in self.handlers.runs() if run.example]
         if not isinstance(number, int) or not 0 <= number < len(examples):
             raise gr.Error("this example is not there", print_exception=False)
-        line = views.status(f"Shown: {views.run_title(examples[number])}", "good")
-        return {self.page.status: line} | self._show(examples[number]) | self._settings(examples[number])
+        return self._open(examples[number], chosen)
 
-    def on_open(self, ids: Any, event: gr.SelectData) -> dict[Any, Any]:
+    def on_open(self, ids: Any, chosen: Any, event: gr.SelectData) -> dict[Any, Any]:
         with told():
             run = self.handlers.store.find(ids[event.index])
-        line = views.status(f"Shown: {views.run_title(run)}", "good")
-        return {self.page.status: line} | self._show(run) | self._settings(run)
+        return self._open(run, chosen)
 
-    def _settings(self, run: Run) -> dict[Any, Any]:
-        """Return the updates that set the controls to what a run was made with."""
+    def _open(self, run: Run, chosen: Any) -> dict[Any, Any]:
+        with told():
+            settings = self._settings(run, chosen)
+        line = f"Shown: {views.run_title(run)}"
+        if not settings:
+            line += ". Its model is not offered any more, so the settings stay as they were."
+        return {self.page.status: views.status(line, "good")} | self._show(run) | settings
+
+    def _settings(self, run: Run, chosen: Any) -> dict[Any, Any]:
+        """Return the updates that set the controls to what a run was made with.
+
+        A model that is not offered any more is replaced by the one that is chosen, if that makes the same, clips or
+        pictures. Otherwise nothing changes: the controls of the one kind would hide what the other needs.
+        """
         settings, attention = run.report["settings"], run.report["settings"]["attention"]
-        model = self.handlers.shelf.loaded(settings["model"])
-        classes = self.handlers.shelf.classes(settings["model"]) or (run.clip["prompt"],)
-        controls = subject_controls(clips=not run.pictures, classes=list(classes) if run.pictures else [])
-        controls |= method_controls(settings["method"], model)
-        subject = "class_name" if run.pictures else "prompt"
+        shelf, name = self.handlers.shelf, settings["model"]
+        if name not in shelf.names:
+            if chosen not in shelf.names or shelf.pictures(chosen) is not run.pictures:
+                return {}
+            name = chosen
+        subject = run.clip["prompt"]
+        classes = list(shelf.classes(name) or (subject,)) if run.pictures else []
+        controls = subject_controls(clips=not run.pictures, classes=classes)
+        controls |= method_controls(settings["method"], shelf.loaded(name))
         values = {
-            subject: run.clip["prompt"],
+            "model": name,
             "negative_prompt": settings["negative_prompt"] or "",
             "seed": run.clip["seed"],
             "guidance": settings["guidance_scale"],
             "block_size": attention["block_size"],
         }
-        values |= {name: settings[name] for name in ("method", "steps", "frames", "width", "height")}
+        if not run.pictures:
+            values["prompt"] = subject
+        elif subject in classes:
+            values["class_name"] = subject
+        values |= {key: settings[key] for key in ("method", "steps", "frames", "width", "height")}
         if settings["method"] == "llsa":
             values["topk"] = attention["topk"] if isinstance(attention["topk"], int) else None
         else:
-            chosen = ("preset", "sparsity", "warmup")
-            values |= {name: settings[name] for name in chosen if settings[name] is not None}
+            own = ("preset", "sparsity", "warmup")
+            values |= {key: settings[key] for key in own if settings[key] is not None}
             values["min_tokens"] = settings["min_tokens"]
-        if settings["model"] in self.handlers.shelf.names:
-            values["model"] = settings["model"]
         return self._updates(with_values(controls, values)) | self._sweep_field(settings["method"])
 
     def _show(self, run: Run, tab: str | None = "compare") -> dict[Any, Any]:

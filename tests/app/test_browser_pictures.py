@@ -12,6 +12,8 @@ from tests.app.test_browser import TABS, eventually, press_compare, settle, shoo
 from tests.app.test_pictures import load
 from tests.tiny_pixels import CLASSES
 
+# Runs are called after these classes, so that their model is one that the page offers.
+CLIPS, PIXELS = "WanPipeline", "PixelDiTPipeline"
 SIZES = {"Steps": "3", "Width, px": "24", "Height, px": "16"}
 
 
@@ -24,7 +26,7 @@ def browser():
 @pytest.fixture(scope="module")
 def server(browser, tmp_path_factory):
     root = tmp_path_factory.mktemp("pictures")
-    shelf = Shelf({"tiny": "tiny", "pixels": "pixels"}, load=load)
+    shelf = Shelf({CLIPS: "tiny", PIXELS: "pixels"}, load=load)
     with serve(ServerConfig(folder=root / "store"), shelf=shelf, examples=tiny_examples(root / "examples")) as running:
         yield running
 
@@ -38,8 +40,8 @@ def page(browser, server):
 
 def choose_pixels(page):
     """Take the model of pictures and wait until all that its loading sets has arrived."""
-    pick(page, "Model", "pixels")
-    page.locator("#ds-told", has_text="pixels is loaded.").wait_for()
+    pick(page, "Model", PIXELS)
+    page.locator("#ds-told", has_text=f"{PIXELS} is loaded.").wait_for()
 
     def arrived():
         assert page.get_by_label("Steps", exact=True).input_value() == "20"
@@ -106,7 +108,7 @@ def test_a_model_of_pictures_has_its_own_controls_and_clips_get_theirs_back(page
     pick(page, "Method", "BA-Att")
     page.get_by_label("Preset").wait_for()
     page.get_by_label("Sparsities, %").wait_for()
-    pick(page, "Model", "tiny")
+    pick(page, "Model", CLIPS)
     page.get_by_label("Prompt", exact=True).wait_for()
     page.get_by_label("Frames", exact=True).wait_for()
     eventually(lambda: same(page.get_by_label("Class", exact=True).is_visible(), False))
