@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "diffsieve"
 # A room may import from itself and from rooms of a lower rank.
 RANKS = {
-    "errors": 0, "pictures": 0, "kernels": 1, "processors": 2, "pipelines": 3, "eval": 3, "compare": 4,
+    "errors": 0, "pictures": 0, "folders": 1, "kernels": 1, "processors": 2, "pipelines": 3, "eval": 3, "compare": 4,
     "study": 5, "vbench": 5, "bench": 5, "app": 6, "cli": 7,
 }  # fmt: skip
 
@@ -68,6 +68,17 @@ def test_the_scan_of_imports_sees_a_violation(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "diffsieve")
     assert room_violations(bad) == ["diffsieve/kernels/sub/bad.py imports diffsieve.eval.psnr"]
+
+
+def test_the_app_needs_no_training_code():
+    found = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in source_files()
+        if path.relative_to(PACKAGE).parts[0] == "app"
+        for name in imports(path)
+        if name.startswith("diffsieve.pipelines.training")
+    ]
+    assert found == []
 
 
 def normalised(distribution: str) -> str:

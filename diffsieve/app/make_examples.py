@@ -20,9 +20,9 @@ from ..compare.files import write_json
 from ..compare.folder import REPORT
 from ..compare.mask_file import read_masks, write_masks
 from ..compare.selection_file import read_selections, write_selections
+from ..folders import replace_folder
 from ..pipelines.defaults import EMBEDDED, MINI_PIXEL_DIT, MINI_WAN, MINI_WAN_DEFAULTS
 from ..pipelines.loading import load_pipeline
-from ..pipelines.training.folders import replace_folder
 from .errors import public_report
 from .handlers import write_poster
 from .store import EXAMPLES, POSTER

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...folders import replace_folder
 from ..defaults import DEFAULTS_FILE, MINI_WAN_DEFAULTS
 from .checkpoint import write_atomically, write_json
-from .folders import replace_folder
 from .sprites import load_subjects
 
 if TYPE_CHECKING:

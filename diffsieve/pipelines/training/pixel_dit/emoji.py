@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ....errors import UserInputError
-from ..folders import replace_folder
+from ....folders import replace_folder
 from ..npm import EMOJI_NAMES, FLUENT_3D, check_archive, read_members
 
 _ASSETS = PurePosixPath("package/assets")

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ....folders import replace_folder
 from ...pixel_dit import PixelDiTPipeline
 from ..checkpoint import write_atomically, write_json
-from ..folders import replace_folder
 
 TRAINING_FILE = "training.json"
 CARD_FILE = "README.md"

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ...errors import DiffsieveError
+from .errors import DiffsieveError
 
 
 def replace_folder(out: Path, write: Callable[[Path], object], *, max_bytes: int | None = None) -> int:

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from diffsieve import folders
 from diffsieve.errors import DiffsieveError
-from diffsieve.pipelines.training import folders
-from diffsieve.pipelines.training.folders import replace_folder
+from diffsieve.folders import replace_folder
 
 
 def fill(text):
