@@ -25,7 +25,8 @@ class LLSAConfig:
             at one level, so the choice for fine-tuning from dense weights.
         order: Token order before cutting into blocks: "hilbert" (3-D curve), "frame_hilbert" (frame by frame), "morton"
             (as published, for pictures) or "raster" (no reordering: worse, free).
-        dense_layers: Layers that stay dense, counted within each list of blocks; negative counts from the end.
+        dense_layers: Layers that attend to all tokens, also in a model that was trained with LLSA, counted within each
+            list of blocks; negative counts from the end.
         backend: Kernel: "auto" (by device, dtype and shape), "reference", "torch" or "triton". A named backend that
             cannot run is an error.
         record_masks: Layers whose last choice of keys is kept for pictures (see `recorded_selections`), counted as in

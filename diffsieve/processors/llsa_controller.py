@@ -32,6 +32,16 @@ class LLSALayer:
     processor: LLSAProcessor
 
 
+@dataclass(frozen=True)
+class DenseLayer:
+    """One layer of `dense_layers`; its processors differ where the model attends sparsely by itself."""
+
+    name: str
+    attn: Any
+    original: Any
+    processor: Any
+
+
 class LLSAController:
     """Watches the forwards of one transformer for their grid."""
 
@@ -41,10 +51,10 @@ class LLSAController:
         transformer: nn.Module,
         family: Family,
         layers: list[LLSALayer],
-        dense: tuple[str, ...],
+        dense: list[DenseLayer],
         config: LLSAConfig,
     ) -> None:
-        """Args: name: of the transformer in its pipeline; dense: names of the layers left as they were."""
+        """Args: name: of the transformer in its pipeline."""
         self.name, self.transformer, self.family = name, transformer, family
         self.layers, self.dense, self.config = layers, dense, config
         self.grid: Grid | None = None
@@ -54,7 +64,7 @@ class LLSAController:
     def remove(self) -> None:
         """Detach from the transformer and give every layer its own processor back."""
         self._handle.remove()
-        for layer in self.layers:
+        for layer in [*self.layers, *self.dense]:
             if layer.attn.processor is layer.processor:
                 layer.attn.set_processor(layer.original)
 
@@ -103,11 +113,14 @@ def plan_llsa(
     recorded = select_layers(sites, config.record_masks, "record_masks")
 
     def install(clock: StepClock) -> LLSAController:
-        layers = []
+        layers, dense_layers = [], []
         for site in sites:
-            if site.name in dense:
-                continue
             original = site.attn.processor
+            if site.name in dense:
+                full = original if family.full_attention is None else family.full_attention()
+                site.attn.set_processor(full)
+                dense_layers.append(DenseLayer(site.name, site.attn, original, full))
+                continue
             processor = LLSAProcessor(config).bind(family, record=site.name in recorded)
             site.attn.set_processor(processor)
             layers.append(LLSALayer(site.name, site.attn, original, processor))
@@ -118,7 +131,6 @@ def plan_llsa(
                 "trained with these settings, or fine-tune",
                 name,
             )
-        names = tuple(site.name for site in sites if site.name in dense)
-        return LLSAController(name, transformer, family, layers, names, config)
+        return LLSAController(name, transformer, family, layers, dense_layers, config)
 
     return install

@@ -20,7 +20,7 @@ class LLSASummary:
         keys_per_query: Most keys that a query attends to: raw ones and pooled ones of all levels.
         density: keys_per_query / tokens.
         layers: Names of the layers that run LLSA.
-        dense_layers: Names of the layers left as they were.
+        dense_layers: Names of the layers in which every query attends to all tokens.
         block_size: Tokens pooled into one.
         topk: Tokens kept per level.
         order: Token order.
@@ -64,7 +64,7 @@ def llsa_summary(controllers: list[LLSAController]) -> LLSASummary:
         keys_per_query=keys,
         density=None if tokens is None or keys is None else keys / tokens,
         layers=tuple(f"{c.name}.{layer.name}" for c in controllers for layer in c.layers),
-        dense_layers=tuple(f"{c.name}.{layer}" for c in controllers for layer in c.dense),
+        dense_layers=tuple(f"{c.name}.{layer.name}" for c in controllers for layer in c.dense),
         block_size=config.block_size,
         topk=config.topk,
         order=config.order,

@@ -12,7 +12,7 @@ from diffsieve.kernels.llsa import llsa_attention
 from diffsieve.kernels.orders import frame_hilbert_order, morton_order
 from diffsieve.pipelines.pixel_dit import PixelDiTTransformer2DModel
 from diffsieve.pipelines.pixel_dit.grid import TOKEN_ORDERS, grid_tables, rotate, token_order
-from diffsieve.processors import BAAttConfig, LLSAConfig, full_attention, trained_llsa
+from diffsieve.processors import BAAttConfig, LLSAConfig, full_attention, sparsity_summary, trained_llsa
 from tests import tiny_pixels
 
 SIZES = [(1, 1), (1, 7), (5, 9), (16, 16), (12, 20)]
@@ -179,6 +179,22 @@ def test_dense_calls_of_ba_att_are_full_attention_in_a_model_trained_with_llsa()
     apply_sparse_attention(model, config)
     full = run(tiny_pixels.transformer(attention_method="full"), *inputs())
     torch.testing.assert_close(run(model, *inputs()), full, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["llsa", "topk"])
+def test_dense_layers_of_llsa_are_full_attention_in_a_model_trained_with_it(method):
+    model = tiny_pixels.transformer(attention_method=method)
+    own, processors = run(model, *inputs()), dict(model.attn_processors)
+    config = trained_llsa(model)
+    apply_sparse_attention(model, dataclasses.replace(config, dense_layers=(0, 1)))
+    full = run(tiny_pixels.transformer(attention_method="full"), *inputs())
+    torch.testing.assert_close(run(model, *inputs()), full, rtol=1e-4, atol=1e-5)
+    apply_sparse_attention(model, dataclasses.replace(config, dense_layers=(1,)))
+    assert sparsity_summary(model).dense_layers == ("transformer.blocks.1",)
+    assert (run(model, *inputs()) - full).abs().max() > 1e-4
+    remove_sparse_attention(model)
+    assert model.attn_processors == processors
+    assert torch.equal(run(model, *inputs()), own)
 
 
 @pytest.mark.parametrize("method", ["llsa", "topk", "full"])
