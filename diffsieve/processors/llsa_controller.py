@@ -64,7 +64,8 @@ class LLSAController:
     def remove(self) -> None:
         """Detach from the transformer and give every layer its own processor back."""
         self._handle.remove()
-        for layer in [*self.layers, *self.dense]:
+        changed: list[LLSALayer | DenseLayer] = [*self.layers, *self.dense]
+        for layer in changed:
             if layer.attn.processor is layer.processor:
                 layer.attn.set_processor(layer.original)
 
