@@ -8,6 +8,7 @@ from ..errors import UserInputError
 from ..kernels.llsa import choose_backend, hierarchical_topk, llsa_attention
 from .families import Family
 from .llsa_config import LLSAConfig
+from .unmasked import check_unmasked
 
 
 class LLSAProcessor:
@@ -99,9 +100,7 @@ class LLSAProcessor:
                 "LLSAProcessor cannot be set on a transformer directly: it needs to know the token grid. Write "
                 "pipe.set_attn_processor(LLSAProcessor()), or apply_sparse_attention(transformer, LLSAConfig())"
             )
-        if attention_mask is not None or encoder_hidden_states is not None:
-            what = "attention_mask" if attention_mask is not None else "encoder_hidden_states"
-            raise UserInputError(f"{what} must be None: LLSA pools tokens of one unmasked self-attention")
+        check_unmasked(encoder_hidden_states, attention_mask)
         query, key, value = self._family.project(attn, hidden_states, rotary_emb)
         if self._order is not None:
             query, key, value = (x.index_select(1, self._order) for x in (query, key, value))

@@ -181,6 +181,22 @@ def test_dense_calls_of_ba_att_are_full_attention_in_a_model_trained_with_llsa()
     torch.testing.assert_close(run(model, *inputs()), full, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "encoder_hidden_states"])
+def test_all_self_attention_refuses_masks_and_other_tokens_alike(name):
+    model = tiny_pixels.transformer()
+    attn, hidden_states = model.blocks[0].attn, torch.randn(1, 64, 32)
+
+    def refused():
+        with pytest.raises(UserInputError, match=f"^{name} must be None: this is unmasked self-attention$"):
+            attn.processor(attn, hidden_states, **{name: torch.ones(1, 64, 32)})
+
+    refused()
+    with full_attention(model):
+        refused()
+    apply_sparse_attention(model, LLSAConfig(block_size=8))
+    refused()
+
+
 @pytest.mark.parametrize("method", ["llsa", "topk"])
 def test_dense_layers_of_llsa_are_full_attention_in_a_model_trained_with_it(method):
     model = tiny_pixels.transformer(attention_method=method)

@@ -9,8 +9,8 @@ from diffusers.models.attention import AttentionModuleMixin
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...errors import UserInputError
 from ...kernels.llsa import llsa_attention
+from ...processors.unmasked import check_unmasked
 from .grid import rotate
 
 METHODS = ("llsa", "full", "topk")
@@ -28,9 +28,7 @@ class PixelDiTAttnProcessor:
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Hidden states (B, L, C) in token order, in and out."""
-        if encoder_hidden_states is not None or attention_mask is not None:
-            what = "attention_mask" if attention_mask is not None else "encoder_hidden_states"
-            raise UserInputError(f"{what} must be None: this is unmasked self-attention")
+        check_unmasked(encoder_hidden_states, attention_mask)
         query, key, value = (x.transpose(1, 2) for x in attn.project_heads(hidden_states, rotary_emb))
         return attn.merge_heads(attn.attend(query, key, value).transpose(1, 2))
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import UserInputError
+from ..unmasked import check_unmasked
 
 
 def is_self_attention(module: nn.Module) -> bool:
@@ -54,9 +54,7 @@ class FullAttnProcessor:
         """Hidden states (B, L, C), in and out."""
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-        if encoder_hidden_states is not None or attention_mask is not None:
-            what = "attention_mask" if attention_mask is not None else "encoder_hidden_states"
-            raise UserInputError(f"{what} must be None: this is unmasked self-attention")
+        check_unmasked(encoder_hidden_states, attention_mask)
         query, key, value = project(attn, hidden_states, rotary_emb)
         return output(attn, dispatch_attention_fn(query, key, value, backend=self._attention_backend))
 
