@@ -87,7 +87,7 @@ Backend = Annotated[
     str,
     typer.Option(
         "--backend",
-        help="Block-sparse kernel: auto, reference, torch, triton, hopper, hopper-exact.",
+        help="Block-sparse kernel: auto, reference, torch, triton, hopper, hopper-exact, flash4.",
         rich_help_panel=_METHOD,
     ),
 ]

@@ -339,7 +339,7 @@ def _bad_inputs() -> dict[str, tuple[dict, str]]:
         "scale-nan": ({"scale": float("nan")}, "scale must be a finite number > 0 or None, got nan"),
         "backend": (
             {"backend": "cuda"},
-            "backend must be one of auto, reference, torch, triton, hopper, hopper-exact, got 'cuda'",
+            "backend must be one of auto, reference, torch, triton, hopper, hopper-exact, flash4, got 'cuda'",
         ),
     }
 

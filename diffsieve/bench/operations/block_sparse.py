@@ -85,6 +85,8 @@ def _backends(config: BenchConfig) -> dict[str, str | None]:
             found[name] = "not made for speed here"
         elif name != "torch" and not config.on_gpu:
             found[name] = "needs a CUDA GPU"  # the Triton interpreter says nothing about speed
+        elif name == "flash4":
+            found[name] = "measured among the kernels of others, as FlashAttention-4"
         else:
             try:
                 choose_backend(probe, probe, block_size=config.block_size, backend=name)

@@ -12,7 +12,7 @@ from ...errors import BackendUnavailableError, UserInputError
 from .fallbacks import FAILED
 from .rates import by_rate
 
-BACKENDS = ("auto", "reference", "torch", "triton", "hopper", "hopper-exact")
+BACKENDS = ("auto", "reference", "torch", "triton", "hopper", "hopper-exact", "flash4")
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TRITON_MAX_DIM = 256
@@ -87,7 +87,8 @@ def _choose_for(query: Tensor, block_size: int) -> BackendChoice:
 
 
 def _obstacle(name: str, query: Tensor, block_size: int) -> str | None:
-    return _triton_obstacle(query, block_size) if name == "triton" else _hopper_obstacle(query, block_size)
+    find = {"triton": _triton_obstacle, "flash4": _flash4_obstacle}.get(name, _hopper_obstacle)
+    return find(query, block_size)
 
 
 def _triton_obstacle(query: Tensor, block_size: int) -> str | None:
@@ -120,23 +121,45 @@ def _triton_obstacle(query: Tensor, block_size: int) -> str | None:
 
 def _hopper_obstacle(query: Tensor, block_size: int) -> str | None:
     """Why the Hopper kernel cannot run these inputs, or None."""
+    if block_size < 64 or block_size & (block_size - 1):
+        return f"needs a block_size that is a power of two, at least 64, got {block_size}"
+    obstacle = _no_hopper(query)
+    if obstacle is not None:
+        return obstacle
+    if not _HAS_TRITON:
+        return "needs the package triton, which is not installed"
+    from .hopper_backend import GLUON_OBSTACLE
+
+    return GLUON_OBSTACLE
+
+
+def _flash4_obstacle(query: Tensor, block_size: int) -> str | None:
+    """Why FlashAttention-4 cannot run these inputs, or None."""
+    if block_size not in (64, 128):
+        return f"needs a block_size of 64 or 128, got {block_size}"
+    obstacle = _no_hopper(query)
+    if obstacle is not None:
+        return obstacle
+    if query.numel() >= 2**31:
+        return f"needs tensors of less than 2^31 elements, got {query.numel()}"
+    from .flash4_backend import interface_obstacle
+
+    return interface_obstacle()
+
+
+def _no_hopper(query: Tensor) -> str | None:
+    """Why inputs are not for the kernels that are written for Hopper GPUs, or None."""
     if query.dtype not in _HOPPER_DTYPES:
         return f"needs dtype {' or '.join(map(dtype_name, _HOPPER_DTYPES))}, got {dtype_name(query.dtype)}"
     if query.shape[-1] not in _HOPPER_DIMS:
         return f"needs a head dimension D of {' or '.join(map(str, _HOPPER_DIMS))}, got {query.shape[-1]}"
-    if block_size < 64 or block_size & (block_size - 1):
-        return f"needs a block_size that is a power of two, at least 64, got {block_size}"
     if not query.is_cuda or torch.version.hip is not None:
         device = "ROCm" if query.is_cuda else query.device.type
         return f"needs an NVIDIA Hopper GPU, got {device} tensors"
     capability = torch.cuda.get_device_capability(query.device)
     if capability != (9, 0):
         return f"needs a Hopper GPU, of compute capability 9.0, got {capability[0]}.{capability[1]}"
-    if not _HAS_TRITON:
-        return "needs the package triton, which is not installed"
-    from .hopper_backend import GLUON_OBSTACLE
-
-    return GLUON_OBSTACLE
+    return None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

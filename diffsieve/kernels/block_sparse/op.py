@@ -179,6 +179,10 @@ def _run(name: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[T
 
         fixed = name == "hopper" and inputs[0].dtype == torch.bfloat16
         return block_sparse_attention_hopper(*inputs, **options, fixed_stabiliser=fixed)
+    if name == "flash4":
+        from .flash4_backend import block_sparse_attention_flash4
+
+        return block_sparse_attention_flash4(*inputs, **options)
     if name == "torch":
         from .torch_backend import block_sparse_attention_torch
 
@@ -220,7 +224,7 @@ def _attention_backward_op(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of "hopper" are those of "triton"; the others share the torch one, exact to the accumulation dtype."""
+    """All but "torch" and "reference" share the gradients of "triton", these two the exact ones of "torch"."""
     inputs = (grad_out, grad_lse, query, key, value, block_index, block_count)
     name = choose_backend(query, key, block_size=block_size, backend=backend).name
     if name not in ("torch", "reference") and (backend != "auto" or _BACKWARD not in FAILED):

@@ -1,0 +1,193 @@
+"""The adapter to FlashAttention-4: how it calls the package, with a stand-in for it; the package itself on a GPU."""
+
+import importlib.util
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from diffsieve.errors import BackendUnavailableError
+from diffsieve.kernels import testing
+from diffsieve.kernels.block_sparse import block_sparse_attention, choose_backend, flash4_backend
+from diffsieve.kernels.block_sparse.rates import RATES_SM90, by_rate
+from diffsieve.kernels.block_sparse.reference import block_sparse_attention_reference
+from diffsieve.kernels.testing import AttentionCase
+from tests.kernels import flash4_stand_in
+
+BASE = AttentionCase(heads=2, kv_heads=2, dim=64, block_size=64, len_q=150, len_k=200)
+CASES = [
+    replace(BASE, density=1.0),
+    replace(BASE, variable=True),
+    replace(BASE, len_q=1, len_k=1, heads=1, kv_heads=1),
+    replace(BASE, len_q=257, len_k=640, dim=128, block_size=128, density=1.0),
+    replace(BASE, batch=2, heads=4, kv_heads=2, layout="blhd", variable=True),
+    replace(BASE, len_q=200, layout="fused_qkv"),
+    replace(BASE, layout="padded", dim=128, block_size=128),
+    replace(BASE, gain=16.0),
+]
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The package's place taken by `flash4_stand_in`, from import to call."""
+    monkeypatch.setattr(flash4_backend, "import_module", flash4_stand_in.MODULES.__getitem__)
+    flash4_backend.interface_obstacle.cache_clear()
+    yield
+    flash4_backend.interface_obstacle.cache_clear()
+
+
+def attend(inputs, case, *, return_lse=True):
+    return flash4_backend.block_sparse_attention_flash4(
+        *inputs.tensors(), block_size=case.block_size, scale=case.dim**-0.5, return_lse=return_lse
+    )
+
+
+def check(inputs, case, out, lse):
+    exact, exact_lse = testing.exact_attention(inputs, block_size=case.block_size)
+    single = inputs.floats_to(torch.float32).tensors()
+    _, single_lse = block_sparse_attention_reference(*single, block_size=case.block_size, scale=case.dim**-0.5)
+    bound = testing.error_bound(testing.masked_sdpa(inputs, block_size=case.block_size), exact)
+    assert testing.error_ratio(out, exact) <= bound
+    assert testing.lse_error(lse, exact_lse) <= testing.lse_bound(single_lse, exact_lse)
+    assert out.stride() == torch.empty_like(inputs.query).stride()
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_stand_in_gets_the_same_problem(case):
+    inputs = testing.make_inputs(case, dtype=torch.float16)
+    with testing.poisoned_memory():
+        out, lse = attend(inputs, case)
+    check(inputs, case, out, lse)
+    assert attend(inputs, case, return_lse=False)[1] is None
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_inputs_that_it_cannot_read_in_place_are_copied():
+    inputs = testing.make_inputs(BASE, dtype=torch.float16)
+    spread = torch.zeros(*inputs.query.shape, 2, dtype=torch.float16)
+    spread[..., 0] = inputs.query
+    one = inputs.key[:, :1]
+    query = spread[..., 0].requires_grad_()
+    lists = inputs.block_index, inputs.block_count
+    plain = attend(testing.AttentionInputs(inputs.query, one.repeat(1, 2, 1, 1), inputs.value, *lists), BASE)
+    strided = attend(testing.AttentionInputs(query, one.expand(1, 2, -1, -1), inputs.value, *lists), BASE)
+    assert torch.equal(plain[0], strided[0])
+    assert torch.equal(plain[1], strided[1])
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_lists_out_of_range_read_nothing_outside():
+    lists = torch.tensor([[[[-5, 1, 900, 7, 7]]]], dtype=torch.int32)
+    found = flash4_backend.flash4_lists(lists, torch.tensor([[[9]]], dtype=torch.int32), len_k=200, block_size=64)
+    assert found.full_block_idx.tolist() == [[[[0, 1, 3, 3]]]]
+    assert found.full_block_cnt.tolist() == [[[4]]]
+
+
+def gpu_query(**changes):
+    values = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 2, 4096, 128), "device": torch.device("cuda:0")}
+    query = mock.Mock(**values | changes)
+    query.numel.return_value = torch.Size(query.shape).numel()
+    return query
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("change", "capability", "message"),
+    [
+        ({"dtype": torch.float32}, (9, 0), "needs dtype bfloat16 or float16, got float32"),
+        ({"shape": (1, 2, 4096, 96)}, (9, 0), "needs a head dimension D of 64 or 128, got 96"),
+        ({"block_size": 32}, (9, 0), "needs a block_size of 64 or 128, got 32"),
+        ({"block_size": 256}, (9, 0), "needs a block_size of 64 or 128, got 256"),
+        ({"shape": (1, 16, 2**20, 128)}, (9, 0), "needs tensors of less than 2\\^31 elements, got 2147483648"),
+        ({"is_cuda": False, "device": torch.device("cpu")}, (9, 0), "needs an NVIDIA Hopper GPU, got cpu tensors"),
+        ({}, (10, 0), "needs a Hopper GPU, of compute capability 9.0, got 10.0"),
+    ],
+    ids=str,
+)
+def test_says_why_it_cannot_run(change, capability, message, monkeypatch):
+    block_size = change.get("block_size", 128)
+    query = gpu_query(**{name: value for name, value in change.items() if name != "block_size"})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    with pytest.raises(BackendUnavailableError, match=rf'backend="flash4" {message}; use backend="triton" or "auto"'):
+        choose_backend(query, query, block_size=block_size, backend="flash4")
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_runs_by_name_on_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    choice = choose_backend(gpu_query(), gpu_query(), block_size=128, backend="flash4")
+    assert (choice.name, choice.reason) == ("flash4", "asked for by name")
+
+
+def test_auto_passes_it_by_until_its_tests_have_run_on_a_gpu():
+    assert RATES_SM90[128, 128]["flash4"] < RATES_SM90[128, 128]["hopper-exact"]
+    for shape in RATES_SM90:
+        assert "flash4" not in by_rate((9, 0), *shape)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ({}, "needs the package flash-attn-4, which is not installed \\(pip install flash-attn-4\\)"),
+        (
+            {flash4_backend.INTERFACE: SimpleNamespace(_flash_attn_fwd=lambda q, k, v, out: None)},
+            "it has no block_sparse_tensors, lse, pack_gqa, softmax_scale",
+        ),
+        ({flash4_backend.INTERFACE: SimpleNamespace(flash_attn_func=None)}, "needs another version of the package"),
+    ],
+    ids=["absent", "other-arguments", "other-names"],
+)
+def test_an_interface_that_moved_is_refused(modules, message, monkeypatch):
+    def found(name):
+        if modules:
+            return (flash4_stand_in.MODULES | modules)[name]
+        raise ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn")
+
+    monkeypatch.setattr(flash4_backend, "import_module", found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    flash4_backend.interface_obstacle.cache_clear()
+    with pytest.raises(BackendUnavailableError, match=message):
+        choose_backend(gpu_query(), gpu_query(), block_size=128, backend="flash4")
+    flash4_backend.interface_obstacle.cache_clear()
+
+
+@pytest.fixture
+def package() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the GPU is not a Hopper")
+    if importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("flash-attn-4 is not installed")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_on_a_gpu(case, dtype):
+    inputs = testing.make_inputs(case, dtype=dtype, device="cuda")
+    options = {"block_size": case.block_size, "return_lse": True, "backend": "flash4"}
+    with testing.poisoned_memory():
+        out, lse = block_sparse_attention(*inputs.tensors(), **options)
+        again, lse_again = block_sparse_attention(*inputs.tensors(), **options)
+    check(inputs, case, out, lse)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("package")
+def test_gradients_on_a_gpu():
+    case = replace(BASE, variable=True)
+    inputs = testing.make_inputs(case, dtype=torch.bfloat16, device="cuda")
+    grads = {}
+    for backend in ("flash4", "triton"):
+        leaves = [x.detach().clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
+        lists = inputs.block_index, inputs.block_count
+        out = block_sparse_attention(*leaves, *lists, block_size=case.block_size, backend=backend)
+        out.float().square().sum().backward()
+        grads[backend] = [x.grad for x in leaves]
+    for ours, theirs in zip(grads["flash4"], grads["triton"], strict=True):
+        assert testing.error_ratio(ours, theirs) < 2**-6
