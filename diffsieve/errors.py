@@ -24,3 +24,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     said = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+
+
+def os_reason(error: OSError) -> str:
+    """Return why a file operation failed, without the path: not every error has the words of the system."""
+    return error.strerror or str(error) or type(error).__name__

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..compare.files import atomic_path
 from ..compare.folder import REPORT, exclusive
-from ..errors import UserInputError
+from ..errors import UserInputError, os_reason
 from .errors import AppError
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Store:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.root.chmod(0o700)
         except OSError as error:
-            raise UserInputError(f"folder must be writable, got {self.root}: {error.strerror}") from None
+            raise UserInputError(f"folder must be writable, got {self.root}: {os_reason(error)}") from None
         lock = exclusive(self.root)
         try:
             lock.__enter__()

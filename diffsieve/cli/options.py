@@ -20,7 +20,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from ..errors import UserInputError
+from ..errors import UserInputError, os_reason
 
 DEBUG_KEY = "diffsieve.debug"
 PARAMETERS_KEY = "diffsieve.parameters"  # names of the parameters of the command that runs
@@ -41,7 +41,7 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserInputError(f"config must be a readable TOML file, got {path}: {error.strerror}") from None
+        raise UserInputError(f"config must be a readable TOML file, got {path}: {os_reason(error)}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserInputError(f"config must be a TOML file, got {path}: {error}") from None
     command = context.command.callback

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserInputError
+from ..errors import UserInputError, os_reason
 from .files import remove_parts, write_json
 
 SETTINGS = "settings.json"
@@ -76,7 +76,7 @@ def make_output(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserInputError(f"out must be a folder that can be written, got {out}: {error.strerror}") from error
+        raise UserInputError(f"out must be a folder that can be written, got {out}: {os_reason(error)}") from error
 
 
 def read_settings(out: Path) -> dict[str, Any]:

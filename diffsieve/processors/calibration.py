@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UserInputError
+from ..errors import UserInputError, os_reason
 from ..kernels.ba_att import CANDIDATE_ORDERS, choose_orders
 
 # Used where nothing could be measured: no warm-up, or a layer that the calibrating step skipped.
@@ -100,7 +100,7 @@ def write_orders(path: str | PathLike[str], tables: Mapping[str, Mapping[str, Se
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise UserInputError(f"path must be a file that can be written, got {target}: {error.strerror}") from None
+        raise UserInputError(f"path must be a file that can be written, got {target}: {os_reason(error)}") from None
 
 
 def _read_file(path: str) -> Mapping[str, Any]:

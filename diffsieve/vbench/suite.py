@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserInputError
+from ..errors import UserInputError, os_reason
 
 DIMENSIONS = (
     "subject_consistency", "background_consistency", "temporal_flickering", "motion_smoothness", "dynamic_degree",
@@ -138,7 +138,7 @@ def ask_python(python: str, code: str) -> str:
             [python, "-c", code], capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
         )
     except OSError as error:
-        raise UserInputError(f"python must be an interpreter, and {python} cannot be run: {error.strerror}") from None
+        raise UserInputError(f"python must be an interpreter, and {python} cannot be run: {os_reason(error)}") from None
     except subprocess.CalledProcessError as error:
         message = (error.stderr or "").strip().splitlines()
         raise UserInputError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ...errors import UserInputError
+from ...errors import UserInputError, os_reason
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        raise UserInputError(f"settings must be a readable file, got {path}: {error.strerror}") from None
+        raise UserInputError(f"settings must be a readable file, got {path}: {os_reason(error)}") from None
     except ValueError as error:
         raise UserInputError(f"settings must be valid {path.suffix[1:].upper()}, got {path}: {error}") from None
     if not isinstance(values, dict):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ....errors import UserInputError
+from ....errors import UserInputError, os_reason
 from ....pictures import upright
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _classes(source: Path, names: list[str]) -> tuple[str, ...]:
 
 def _folder_names(folder: Path) -> list[str]:
     def fail(error: OSError) -> None:
-        raise UserInputError(f"data must be readable, got {error.filename}: {error.strerror}") from error
+        raise UserInputError(f"data must be readable, got {error.filename}: {os_reason(error)}") from error
 
     found = []
     for parent, folders, files in os.walk(folder, onerror=fail):
@@ -196,7 +196,7 @@ def _decode_file(path: Path, side: int) -> np.ndarray | str:
     try:
         return _decode(path.read_bytes(), side)
     except OSError as error:
-        return error.strerror or str(error)
+        return os_reason(error)
 
 
 def _decode(content: bytes | None, side: int) -> np.ndarray | str:
