@@ -1,19 +1,15 @@
 """The Triton kernel without a GPU: its results under the interpreter, and that it compiles for the GPUs it is for."""
 
 import importlib.util
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from diffsieve.kernels.block_sparse.tiles import TileConfig, select_tile
 from tests.kernels.cases import TRITON_CASES
+from tests.kernels.own_process import run_script
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
 )
@@ -21,13 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "tests/kernels/interpreted_block_sparse.py")],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return run_script("interpreted_block_sparse.py")
 
 
 @pytest.mark.slow

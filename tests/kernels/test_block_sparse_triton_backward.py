@@ -1,11 +1,7 @@
 """The Triton backward of block-sparse attention: gradients in the interpreter, and compilation for GPUs."""
 
 import importlib.util
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +9,8 @@ import torch
 from diffsieve.kernels.block_sparse.tiles import select_backward_tile
 from tests.kernels.backward_cases import BACKWARD_CASES, gradient_errors
 from tests.kernels.compiling import SHARED_MEMORY, compile_launch, launches_of
+from tests.kernels.own_process import run_script
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
 )
@@ -22,13 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "tests/kernels/interpreted_block_sparse_backward.py")],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return run_script("interpreted_block_sparse_backward.py")
 
 
 @pytest.mark.slow
