@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ..errors import UserInputError
 from ..kernels.ba_att import CANDIDATE_ORDERS, BAAttInfo, CustomSelection, ba_attention, calibrate_orders
+from ..kernels.block_sparse import dense_attention
 from .calibration import FALLBACK_ORDER
 from .config import BAAttConfig
 from .families import Family, Grid
@@ -53,6 +54,8 @@ class BAAttProcessor:
         self._family: Family | None = None
         self._sparse = False
         self._calibrating = False
+        # Name of the backend of dense calls where ours is the faster one, None where the original processor does them.
+        self._dense_backend: str | None = None
         self._record = False
         self._grid: Grid = (0, 0, 0)
         # From the model's own token order to raster order and back, None where they are the same.
@@ -144,7 +147,10 @@ class BAAttProcessor:
         # A mask excludes single pairs, which whole blocks cannot.
         if self._sparse and attention_mask is None and encoder_hidden_states is None:
             return self._attend_sparse(self._family, attn, hidden_states, rotary_emb)
-        output = self._original(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+        if self._dense_backend is not None and attention_mask is None and encoder_hidden_states is None:
+            output = self._attend_dense(self._family, attn, hidden_states, rotary_emb)
+        else:
+            output = self._original(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         if self._calibrating and attention_mask is None:
             self._calibrate(self._family, attn, hidden_states, rotary_emb)
         self._counters.add_(self._dense_counts)
@@ -177,6 +183,11 @@ class BAAttProcessor:
         if self._from_raster is not None:
             attended = attended.index_select(1, self._from_raster)
         return family.output(attn, attended)
+
+    def _attend_dense(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
+        query, key, value = (x.transpose(1, 2) for x in family.project(attn, hidden_states, rotary_emb))
+        attended = dense_attention(query, key, value, backend=self.config.backend)
+        return family.output(attn, attended.transpose(1, 2))
 
     def _project(
         self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any

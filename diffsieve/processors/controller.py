@@ -14,6 +14,7 @@ from .ba_att import COUNTERS, BAAttProcessor
 from .calibration import choose_all_orders
 from .clock import StepClock
 from .config import BAAttConfig
+from .dense import backend_of_dense_calls, may_replace
 from .families import Family, Grid
 from .mailbox import ContextMailbox
 from .sites import PARALLEL_MESSAGE
@@ -136,7 +137,7 @@ class SparseController:
             self._start_step()
         if new_step or shape != self._shape:
             self._shape = shape
-            self._set_flags()
+            self._set_flags(hidden_states)
 
     def _start_generation(self, device: torch.device) -> None:
         steps, warmup_steps = self.clock.num_steps, self._warmup.steps(self.clock)
@@ -211,7 +212,7 @@ class SparseController:
             assert layer.processor._orders is not None
             layer.processor._orders.copy_(orders)
 
-    def _set_flags(self) -> None:
+    def _set_flags(self, hidden_states: torch.Tensor) -> None:
         assert self._shape is not None
         grid, _, device = self._shape
         tokens = math.prod(grid) + self.family.num_text
@@ -225,7 +226,10 @@ class SparseController:
         calibrating = self._calibrating and reason == self._dense_reason
         if reason is None and self.config.calibrates and self.chosen is None:
             self._choose_orders()
+        dense_backend = backend_of_dense_calls(self.transformer, hidden_states, tokens, self.config)
         for layer, why in zip(self.layers, self._reasons, strict=True):
+            replaced = dense_backend is not None and may_replace(self.family, layer.attn, layer.processor._original)
+            layer.processor._dense_backend = dense_backend if replaced else None
             layer.processor._sparse = why is None
             layer.processor._calibrating = calibrating and not layer.always_dense
 

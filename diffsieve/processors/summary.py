@@ -51,6 +51,8 @@ class SparsitySummary:
         steps: Per step and transformer.
         dense_reasons: Number of dense attention calls (a layer in one forward) by reason.
         backend: Name of the sparse kernel that ran, None if none did.
+        dense_backend: Name of the sparse kernel that did dense calls with all blocks listed, where that is faster than
+            PyTorch's attention; None where the model's own processors did them.
         step_source: Where the step numbers came from: "context", "scheduler" or "timestep".
         orders: Order names of the heads by layer, for the sparse layers; empty if nothing was chosen yet.
         orders_from: "calibration", "table", "setting" or "fallback".
@@ -70,6 +72,7 @@ class SparsitySummary:
     steps: tuple[StepSummary, ...]
     dense_reasons: dict[str, int]
     backend: str | None
+    dense_backend: str | None
     step_source: str
     orders: dict[str, tuple[str, ...]]
     orders_from: str
@@ -110,6 +113,7 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary | LLSASumm
             reason = row.reason or MASK
             reasons[reason] = reasons.get(reason, 0) + row.dense_calls
     backends = [layer.processor._backend for c in active for layer in c.layers if layer.processor._backend]
+    dense_backends = [layer.processor._dense_backend for c in active for layer in c.layers] if reasons else []
     seconds = _seconds(active)
     orders = {f"{c.name}.{layer}": names for c in active for layer, names in orders_of(c).items()}
     return SparsitySummary(
@@ -124,6 +128,7 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary | LLSASumm
         steps=tuple(step for controller in active for step in _steps(controller.name, _rows(controller))),
         dense_reasons=reasons,
         backend=next(iter(backends), None),
+        dense_backend=next((name for name in dense_backends if name), None),
         step_source=clock.source,
         orders=orders,
         orders_from=_orders_from(active, config.orders is not None, config.calibrates),
@@ -183,7 +188,8 @@ def format_summary(summary: SparsitySummary) -> str:
         heads = ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
         lines.append(f"  orders of heads       {heads} (from {summary.orders_from})")
     reasons = ", ".join(f"{reason} {count}" for reason, count in summary.dense_reasons.items())
-    lines.append(f"  dense calls           {reasons or 'none'}")
+    by = f" (by {summary.dense_backend}, all blocks listed)" if summary.dense_backend else ""
+    lines.append(f"  dense calls           {reasons or 'none'}{by}")
     lines += [f"  note: {note}" for note in summary.notes]
     return "\n".join(lines)
 

@@ -264,6 +264,8 @@ class Machine:
     @staticmethod
     def _argument(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
+            if not x.is_contiguous():  # expanded: what lies in memory
+                x = x.as_strided((x.untyped_storage().nbytes() // x.element_size() - x.storage_offset(),), (1,))
             return Pointer(x.view(-1))
         return Descriptor(x) if hasattr(x, "block_shape") else x
 

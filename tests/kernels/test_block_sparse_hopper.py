@@ -140,6 +140,15 @@ def test_emulated_lists_out_of_range_read_nothing_outside():
         assert lse.isfinite().all()
 
 
+def test_one_list_for_all_query_blocks_is_read_where_it_is():
+    inputs = testing.make_inputs(replace(BASE, density=1.0), dtype=torch.bfloat16)
+    one = torch.arange(4, dtype=torch.int32).expand(1, 2, 3, 4)
+    kernel = Emulated(0)
+    with mock.patch.object(torch.Tensor, "contiguous", side_effect=AssertionError("copied")):
+        out, _ = emulate(replace(inputs, block_index=one), 128, kernel)
+    assert torch.equal(out, emulate(inputs, 128, Emulated(0))[0])
+
+
 def test_inputs_that_the_copy_engine_cannot_read_are_copied():
     inputs = testing.make_inputs(replace(BASE, density=1.0, len_q=200, len_k=200), dtype=torch.bfloat16)
     whole, _ = emulate(inputs, 128, Emulated(0))

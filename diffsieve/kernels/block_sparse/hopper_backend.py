@@ -95,7 +95,8 @@ def block_sparse_attention_hopper(
     """Same meaning as `reference.block_sparse_attention_reference`; the log-sum-exp is None unless asked for.
 
     Inputs that the copy engine cannot read where they lie (a last axis with a stride, a start or strides that are no
-    multiple of 16 bytes, an expanded axis) are copied first, and so is an output of such strides at the end.
+    multiple of 16 bytes, an expanded axis) are copied first, and so is an output of such strides at the end. One list
+    that was expanded to all query blocks is read where it is.
 
     Args:
         tile: in place of that of `select_hopper_tile`.
@@ -113,7 +114,8 @@ def block_sparse_attention_hopper(
         x if allows_descriptor(x) else x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)
     )
     lse = query.new_empty((batch, heads, len_q), dtype=torch.float32) if return_lse else None
-    block_index = block_index.contiguous()
+    shares_list = not any(block_index.stride()[:3]) and block_index.stride(3) == 1
+    block_index = block_index if shares_list else block_index.contiguous()
     block_count = None if block_count is None else block_count.contiguous()
     # With one consumer 128 registers per thread are the limit, so that two programs share a multiprocessor.
     options = {"maxnreg": 128} if tile.consumers == 1 else {}
@@ -124,7 +126,7 @@ def block_sparse_attention_hopper(
     arguments = (
         _descriptor(query, TILE_ROWS), _descriptor(key, tile.block_n), _descriptor(value, tile.block_n),
         _descriptor(target, TILE_ROWS), lse, flags, block_index, block_count, scale * _LOG2_E,
-        heads // kv_heads, len_q, len_k, block_index.shape[-1],
+        heads // kv_heads, len_q, len_k, block_index.shape[-1], 0 if shares_list else block_index.shape[-1],
     )  # fmt: skip
     with torch.cuda.device_of(query):
         # The second launch of a fixed stabiliser ends at once in programs without a flag: the host waits for nothing.

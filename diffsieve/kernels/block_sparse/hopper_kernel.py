@@ -193,14 +193,18 @@ def _consume(  # type: ignore[no-untyped-def]
 
 
 # Lengths and list widths must not cause a new compilation, whatever they are multiples of.
-@gluon.jit(do_not_specialize=["heads_per_kv", "len_q", "len_k", "width"])
+@gluon.jit(do_not_specialize=["heads_per_kv", "len_q", "len_k", "width", "list_stride"])
 def block_sparse_fwd_hopper_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, out, lse, flags, block_index, block_count, scale_log2, heads_per_kv, len_q, len_k, width,
+    query, key, value, out, lse, flags, block_index, block_count, scale_log2,
+    heads_per_kv, len_q, len_k, width, list_stride,
     BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, QUERY_IN_REGISTERS: gl.constexpr, HAS_COUNT: gl.constexpr, STORE_LSE: gl.constexpr,
     FIXED_STABILISER: gl.constexpr, ONLY_FLAGGED: gl.constexpr,
 ):  # fmt: skip
-    """`query`, `key`, `value`, `out` are descriptors of (B, H, L, D) with blocks [1, 1, rows, D]; `row // 64` tiles."""
+    """`query`, `key`, `value`, `out` are descriptors of (B, H, L, D) with blocks [1, 1, rows, D]; `row // 64` tiles.
+
+    Lists hold `width` entries and start `list_stride` apart; 0: all query blocks share one.
+    """
     row = gl.program_id(0) * (CONSUMERS * _ROWS)
     head = gl.program_id(1)
     batch = gl.program_id(2)
@@ -215,7 +219,7 @@ def block_sparse_fwd_hopper_kernel(  # type: ignore[no-untyped-def]
         if flagged == 0:
             return
     list_row = batch_head * gl.cdiv(len_q, BLOCK_SIZE) + row // BLOCK_SIZE
-    list_start = block_index + list_row * width
+    list_start = block_index + list_row * list_stride
     if HAS_COUNT:
         kept = gl.minimum(gl.maximum(gl.load(block_count + list_row), 0), width)
     else:

@@ -1,0 +1,114 @@
+"""Dense calls by our own kernel: when they are handed to it, and that the result stays the same."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from diffsieve import BAAttConfig, apply_sparse_attention, sparsity_summary
+from diffsieve.processors import ba_att, controller
+from diffsieve.processors import dense as room
+from tests import tiny
+
+LAYERS, STEPS, BRANCHES = 3, 5, 2
+DENSE_ATTENTION = ba_att.dense_attention
+
+
+def _config(**options):
+    return BAAttConfig(**{"block_size": 8, "min_tokens": 0, "warmup_steps": 2, "dense_layers": (0,)} | options)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """As on a GPU where our kernel wins; returns the shapes of the queries that it was given."""
+    found = []
+
+    def attend(query, key, value, *, backend):
+        found.append((tuple(query.shape), backend))
+        return real(query, key, value, backend=backend)
+
+    real = ba_att.dense_attention
+    monkeypatch.setattr(controller, "backend_of_dense_calls", lambda *_: "hopper")
+    monkeypatch.setattr(ba_att, "dense_attention", attend)
+    return found
+
+
+def test_warm_up_and_dense_layers_go_to_the_kernel(calls):
+    expected = tiny.wan_pipeline(LAYERS)
+    with mock.patch.object(controller, "backend_of_dense_calls", return_value=None):
+        apply_sparse_attention(expected, _config())
+        latents = tiny.generate(expected, steps=STEPS)
+    assert sparsity_summary(expected).dense_backend is None
+    assert calls == []
+    pipe = tiny.wan_pipeline(LAYERS)
+    apply_sparse_attention(pipe, _config())
+    out = tiny.generate(pipe, steps=STEPS)
+    # Two steps with all layers, and three with the first one; of both branches of guidance.
+    assert len(calls) == BRANCHES * (2 * LAYERS + 3)
+    assert {shape[1:3] for shape, _ in calls} == {(tiny.HEADS, tiny.TOKENS)}
+    assert {backend for _, backend in calls} == {"auto"}
+    assert torch.allclose(out, latents, atol=1e-4)
+    summary = sparsity_summary(pipe)
+    assert summary.dense_backend == "hopper"
+    assert sum(summary.dense_reasons.values()) == len(calls)
+    assert "(by hopper, all blocks listed)" in str(summary)
+
+
+def test_a_chosen_backend_and_a_processor_of_ones_own_are_kept(calls):
+    class Own(WanAttnProcessor):
+        pass
+
+    pipe = tiny.wan_pipeline(LAYERS)
+    pipe.transformer.blocks[1].attn1.set_processor(Own())
+    apply_sparse_attention(pipe, _config(warmup_steps=STEPS))
+    tiny.generate(pipe, steps=STEPS)
+    assert len(calls) == BRANCHES * STEPS * (LAYERS - 1)
+    calls.clear()
+    with attention_backend("native"):  # which puts back what the next line changes for all of diffusers
+        pipe.transformer.set_attention_backend("_native_math")
+        tiny.generate(pipe, steps=STEPS)
+    assert calls == []
+
+
+@pytest.mark.slow
+def test_it_compiles(calls):
+    torch._dynamo.reset()
+    eager = tiny.wan_pipeline()
+    apply_sparse_attention(eager, _config())
+    expected = tiny.generate(eager, steps=STEPS)
+    assert calls
+    pipe, counter = tiny.wan_pipeline(), CompileCounterWithBackend("eager")
+    apply_sparse_attention(pipe, _config())
+    with mock.patch.object(ba_att, "dense_attention", DENSE_ATTENTION):  # without a list that grows
+        pipe.transformer.compile(backend=counter, fullgraph=True)
+        out = tiny.generate(pipe, steps=STEPS)
+    assert torch.allclose(out, expected, atol=1e-5)
+    assert counter.frame_count == 3
+    torch._dynamo.reset()
+
+
+def test_what_is_asked_before_a_forward(monkeypatch):
+    transformer = SimpleNamespace(config=SimpleNamespace(attention_head_dim=128))
+    hidden = mock.Mock(device=torch.device("cuda:0"), dtype=torch.bfloat16)
+    asked = mock.Mock(return_value="hopper")
+    monkeypatch.setattr(room, "dense_backend", asked)
+    monkeypatch.setattr(torch, "empty", lambda shape, **_: SimpleNamespace(shape=shape))
+    config = _config(backend="hopper-exact")
+    assert room.backend_of_dense_calls(transformer, hidden, 75_600, config) is None, "gradients are wanted"
+    with torch.no_grad():
+        assert room.backend_of_dense_calls(transformer, hidden, 75_600, config) == "hopper"
+        assert asked.call_args.args[0].shape[3] == 128
+        assert asked.call_args.args[1] == 75_600
+        assert asked.call_args.kwargs == {"backend": "hopper-exact"}
+        asked.reset_mock()
+        with attention_backend("_native_math"):
+            assert room.backend_of_dense_calls(transformer, hidden, 75_600, config) is None
+        on_cpu = mock.Mock(device=torch.device("cpu"), dtype=torch.bfloat16)
+        assert room.backend_of_dense_calls(transformer, on_cpu, 75_600, config) is None
+        unknown = SimpleNamespace(config=SimpleNamespace())
+        assert room.backend_of_dense_calls(unknown, hidden, 75_600, config) is None
+    asked.assert_not_called()
