@@ -40,10 +40,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Shortest sequence that runs sparse where `min_tokens="auto"`, by device type: below it the dense kernel wins.
-AUTO_MIN_TOKENS = {"cpu": 2_048, "cuda": 16_384}
-_AUTO_MIN_TOKENS_ELSEWHERE = 8_192
-
 OrdersTable = str | PathLike[str] | Mapping[str, Any] | None
 
 
@@ -97,8 +93,8 @@ class BAAttConfig:
         text: Joint attention only. "keep": text queries run dense and text keys are always kept; "dense": layers with
             text tokens in their sequence run dense altogether (slower, safest).
         backend: Kernel: "auto" (by device, dtype and shape) or a name. A named backend that cannot run is an error.
-        min_tokens: Shorter sequences run dense, because the sparse kernels lose there; "auto" is 2,048 on CPU,
-            16,384 on CUDA and 8,192 elsewhere.
+        min_tokens: Shorter sequences run dense, because the sparse kernels lose there; "auto" is 2,048 on CPU and
+            16,384 on H200, as measured, and estimated for other devices (see `crossover`).
         measure_time: Measure the seconds in selection and attention on GPUs too (CUDA events, a little slower). On CPU
             they are always measured. Not inside compiled code.
         record_masks: Layers whose last block mask is kept for pictures (see `recorded_masks`). Costs its memory, and
@@ -165,12 +161,6 @@ class BAAttConfig:
     def second_order_in(self, *, end: bool) -> bool:
         """Whether a layer uses the second-order term; `end`: it is the first or last one of its list."""
         return self.cov_layers == "all" or (self.cov_layers == "ends" and end)
-
-    def min_tokens_on(self, device_type: str) -> int:
-        """Return the shortest sparse sequence on a device type such as "cuda"."""
-        if self.min_tokens == "auto":
-            return AUTO_MIN_TOKENS.get(device_type, _AUTO_MIN_TOKENS_ELSEWHERE)
-        return self.min_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; `from_dict` is the inverse."""

@@ -14,6 +14,7 @@ from .ba_att import COUNTERS, BAAttProcessor
 from .calibration import choose_all_orders
 from .clock import StepClock
 from .config import BAAttConfig
+from .crossover import Crossover, crossover
 from .dense import backend_of_dense_calls, may_replace
 from .families import Family, Grid
 from .mailbox import ContextMailbox
@@ -216,10 +217,11 @@ class SparseController:
         assert self._shape is not None
         grid, _, device = self._shape
         tokens = math.prod(grid) + self.family.num_text
-        shortest = self.config.min_tokens_on(device.type)
+        shortest = _crossover(self.config, device)
         reason = self._dense_reason
-        if tokens < shortest:
-            reason = f"short sequence ({tokens:,} < {shortest:,} tokens)"
+        if tokens < shortest.tokens:
+            how = "" if shortest.measured else ", an estimate"
+            reason = f"short sequence ({tokens:,} < {shortest.tokens:,} tokens{how})"
         elif self.config.text == "dense" and self.family.num_text:
             reason = TEXT
         self._reasons = tuple(reason or (DENSE_LAYER if layer.always_dense else None) for layer in self.layers)
@@ -252,6 +254,14 @@ class SparseController:
 
     def _running_record(self) -> StepRecord:
         return StepRecord(self._step, self._reasons, torch.stack([layer.processor._counters for layer in self.layers]))
+
+
+def _crossover(config: BAAttConfig, device: torch.device) -> Crossover:
+    """The shortest sequence that runs sparse: what the config says, which is no estimate, or that of the device."""
+    if config.min_tokens != "auto":
+        return Crossover(config.min_tokens, measured=True)
+    on_nvidia = device.type == "cuda" and torch.version.hip is None
+    return crossover(device.type, torch.cuda.get_device_capability(device) if on_nvidia else None)
 
 
 def _num_blocks(video_tokens: int, text_tokens: int, block_size: int) -> int:

@@ -7,7 +7,7 @@ import pytest
 from diffusers import WanPipeline
 
 from diffsieve.pipelines.defaults import MINI_WAN_DEFAULTS, MINI_WAN_FOLDER, check_clip_size, generation_defaults
-from diffsieve.processors import BAAttConfig
+from diffsieve.processors.crossover import crossover
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_the_default_clip_is_long_enough_to_run_sparse(pipe):
     check_clip_size(pipe, frames=frames, height=height, width=width)
     tokens = tokens_of(pipe, frames, height, width)
     assert 4_000 <= tokens <= 5_000
-    assert tokens >= BAAttConfig().min_tokens_on("cpu")
+    assert tokens >= crossover("cpu").tokens
     assert (frames - 1) // pipe.vae_scale_factor_temporal + 1 >= 7  # time is a real axis
     assert 12 <= MINI_WAN_DEFAULTS.steps <= 14
 

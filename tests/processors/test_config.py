@@ -121,13 +121,6 @@ def test_processor_takes_a_config_or_options():
         BAAttProcessor({"sparsity": 0.5})  # type: ignore[arg-type]
 
 
-def test_shortest_sparse_sequence_depends_on_the_device():
-    # The default clip of the embedded model has 4,032 tokens and must be sparse on a CPU.
-    assert BAAttConfig().min_tokens_on("cpu") <= 4_032
-    assert BAAttConfig().min_tokens_on("cuda") == 16_384
-    assert BAAttConfig(min_tokens=0).min_tokens_on("cuda") == 0
-
-
 def test_top_p_ranks_by_mass():
     assert BAAttConfig().score == "residual"
     assert BAAttConfig(top_p=0.9).score == "moments"

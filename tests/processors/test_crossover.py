@@ -1,0 +1,52 @@
+"""From which length on calls are sparse, by device, and what the summary says of shorter ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffsieve import BAAttConfig, apply_sparse_attention, sparsity_summary
+from diffsieve.processors import controller
+from diffsieve.processors.crossover import Crossover, crossover
+from tests import tiny
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+
+
+def test_of_each_device():
+    assert crossover("cuda", (9, 0)) == Crossover(16_384, measured=True)
+    assert crossover("cuda", (8, 0)) == crossover("cuda", (12, 0)) == crossover("cuda") == Crossover(16_384, False)
+    assert crossover("cuda", (10, 0)) == crossover("cuda", (10, 3)) == Crossover(32_768, False)
+    assert crossover("mps") == Crossover(8_192, False)
+    # The default clip of the embedded model has 4,032 tokens and must be sparse on a CPU.
+    assert crossover("cpu").tokens <= 4_032
+
+
+@pytest.mark.parametrize(
+    ("path", "device", "method"),
+    [("h200/bench/ba-att.json", ("cuda", (9, 0)), "default"), ("cpu/bench/block-sparse.json", ("cpu",), "torch")],
+)
+def test_what_is_called_measured_was(path, device, method):
+    rows = json.loads((RESULTS / path).read_text(encoding="utf-8"))["rows"]
+    shortest = crossover(*device)
+    assert shortest.measured
+    rows = [row for row in rows if row.get("sparsity") == 0.5 and row.get("method") == method]
+    won = {row["tokens"]: row["speedup"][next(iter(row["speedup"]))] > 1 for row in rows}
+    assert won[shortest.tokens]
+    assert all(faster == (tokens >= shortest.tokens) for tokens, faster in won.items())
+
+
+def test_the_summary_says_where_it_is_an_estimate(monkeypatch):
+    monkeypatch.setattr(controller, "crossover", lambda *_: Crossover(49, measured=False))
+    pipe = tiny.wan_pipeline()
+    apply_sparse_attention(pipe, BAAttConfig(block_size=8))
+    tiny.generate(pipe)
+    assert set(sparsity_summary(pipe).dense_reasons) == {"short sequence (48 < 49 tokens, an estimate)"}
+
+
+def test_the_setting_comes_first(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    device = torch.device("cuda:0")
+    assert controller._crossover(BAAttConfig(), device) == Crossover(32_768, measured=False)
+    assert controller._crossover(BAAttConfig(min_tokens=7), device) == Crossover(7, measured=True)
