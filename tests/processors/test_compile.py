@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from diffsieve import BAAttConfig, apply_sparse_attention, remove_sparse_attention, sparsity_summary
+from diffsieve.processors.install import controllers_of
 from tests import tiny
 
 pytestmark = pytest.mark.slow
@@ -93,3 +94,24 @@ def test_inductor():
     # Fused kernels round differently; near ties of the selection could flip blocks, which would show as a jump.
     assert torch.allclose(tiny.generate(pipe, steps=3, guidance=1.0), expected, atol=1e-3)
     assert sparsity_summary(pipe).density_sparse_steps == 0.5
+
+
+@pytest.mark.parametrize("form", ["wrapped", "repeated"])
+def test_cuda_graphs_leave_out_what_reads_the_ids_of_the_orders(form):
+    """The ids lie on the CPU and change with every calibration: a graph recorded with them would keep the old ones."""
+    pipe = tiny.wan_pipeline(layers=3)
+    apply_sparse_attention(pipe, _config())
+    ids = {id(layer.processor._orders) for layer in controllers_of(pipe)[0].layers}
+    readers = []
+
+    def look(graph, example_inputs):
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        for node, value in zip(placeholders, example_inputs, strict=True):
+            if id(value) in ids:
+                readers.extend(user.target for user in node.users)
+        return graph.forward
+
+    _compile(pipe, form, look)
+    tiny.generate(pipe, steps=4)
+    assert {str(reader) for reader in readers} == {"diffsieve.head_orders.default"}
+    assert all(torch.Tag.cudagraph_unsafe in reader.tags for reader in readers)

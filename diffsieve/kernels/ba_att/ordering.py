@@ -196,8 +196,9 @@ def _per_head_orders(
 
 
 # An operation of its own, opaque to the compiler: what it does depends on the values of `orders`, and other values must
-# not mean another graph.
-@torch.library.custom_op("diffsieve::head_orders", mutates_args=())
+# not mean another graph. Nor a CUDA graph, which would repeat the ids that it was recorded with: the tag keeps inductor
+# from recording it.
+@torch.library.custom_op("diffsieve::head_orders", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _head_orders_op(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -209,7 +210,7 @@ def _head_orders_op(
     descending: bool,
 ) -> torch.Tensor:
     """Permutations of the queries and of the keys, (2, B, H, L), contiguous."""
-    table = _cached_table(frames, height, width, key.device)
+    table = _table(frames, height, width, key.device)
     if orders.device.type == "cpu":  # reading it makes nobody wait
         return _sort_known_heads(query, key, orders.tolist(), table, window, descending)
     return _sort_all_heads(query, key, orders, table, window, descending)
@@ -292,13 +293,32 @@ def _order_table(grid_thw: Grid | None, length: int, device: torch.device) -> to
 # An operation of its own: a compiled caller then holds one opaque node instead of a traced Hilbert curve.
 @torch.library.custom_op("diffsieve::token_order_table", mutates_args=())
 def _order_table_op(frames: int, height: int, width: int, device: torch.device) -> torch.Tensor:
-    return _cached_table(frames, height, width, device).clone()
+    return _table(frames, height, width, device).clone()
 
 
 @_order_table_op.register_fake
 def _(frames: int, height: int, width: int, device: torch.device) -> torch.Tensor:
     length = frames * height * width if frames else width
     return torch.empty((len(CANDIDATE_ORDERS), length), dtype=torch.int64, device=device)
+
+
+# Tables that captured CUDA graphs read at every replay: never freed.
+_captured_tables: dict[tuple[int, int, int, torch.device], torch.Tensor] = {}
+
+
+def _table(frames: int, height: int, width: int, device: torch.device) -> torch.Tensor:
+    """Return the table of `_order_table` itself, made once per grid as long as that is among the latest eight."""
+    key = frames, height, width, device
+    table = _captured_tables.get(key)
+    if table is None:
+        table = _cached_table(*key)
+        if _is_capturing(device):
+            _captured_tables[key] = table
+    return table
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=8)
