@@ -8,6 +8,9 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -15,15 +18,19 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.llsa import hierarchical_topk, llsa_attention, pyramid
+from diffsieve.kernels.llsa import hierarchical_topk, llsa_attention, pyramid, triton_backend
 from diffsieve.kernels.llsa.levels import kept_per_level, level_lengths
 from diffsieve.kernels.llsa.reference import hierarchical_topk_reference
+from diffsieve.kernels.llsa.tiles import SelectionTile, forward_tile, pool_tile
 from diffsieve.kernels.llsa.triton_backend import (
     enriched_attention_bwd_triton,
     enriched_attention_fwd_triton,
     hierarchical_topk_triton,
     pyramid_triton,
+    pyramids_triton,
 )
+from tests.kernels import llsa_cases
+from tests.kernels.llsa_cases import LLSACase
 from tests.kernels.llsa_triton_cases import CASES, measure
 
 
@@ -63,6 +70,40 @@ def selection_is_exact() -> dict[str, bool]:
         expected = hierarchical_topk_reference(q, k, topk=kept, block_size=block)
         same[f"{length}-b{block}-k{topk}-M{levels}"] = all(map(torch.equal, ours, expected))
     return same
+
+
+def lean_differences(case: LLSACase) -> dict[str, float | bool]:
+    """What the lean kernels do otherwise than those of the table, which the other figures are of."""
+    query, key, value = (x.detach() for x in llsa_cases.make_inputs(case, dtype=torch.float32, device="cpu"))
+    block, levels, size = case.block_size, case.levels, query.element_size()
+    enrich = case.enrich and case.length >= block
+    pyramids = pyramids_triton((query, key, value), block, levels)
+    with testing.poisoned_memory():
+        lean = pyramids_triton((query, key, value), block, levels, replace(pool_tile(16, block), lean=True))
+    pairs = enumerate(zip(lean[1], pyramids[1], strict=True))
+    difference: dict[str, float | bool] = {f"level {n}": testing.error_ratio(a, b) for n, (a, b) in pairs}
+    kept = kept_per_level(case.topk, level_lengths(case.length, block, levels), block)
+    lists = hierarchical_topk_triton(*pyramids[:2], kept, block)
+    with testing.poisoned_memory():
+        ours = [hierarchical_topk_triton(*pyramids[:2], kept, block, SelectionTile(n, 4, True)) for n in (16, 512)]
+    difference["same lists"] = all(torch.equal(a, b) for other in ours for a, b in zip(other, lists, strict=True))
+    options = {
+        "block_size": block, "scale": case.dim**-0.5, "enrich": enrich, "disjoint": case.disjoint and enrich,
+    }  # fmt: skip
+    tile = forward_tile(max(16, 1 << (case.dim - 1).bit_length()), block, size)
+    run = partial(enriched_attention_fwd_triton, query, *pyramids[1:], lists, **options)
+    expected, found = run(tile=tile), []
+    with testing.poisoned_memory():
+        found.append(run(tile=replace(tile, lean=True)))
+        if case.layout != "contiguous":  # with offsets of 64 bits too
+            with mock.patch.object(triton_backend, "_is_wide", return_value=True):
+                found.append(run(tile=replace(tile, lean=True)))
+                wide = pyramids_triton((query, key, value), block, levels, replace(pool_tile(16, block), lean=True))
+            difference["wide pooling"] = max(map(testing.error_ratio, wide[1], pyramids[1]))
+    for number, (out, lse) in enumerate(found):
+        difference[f"out {number}"] = testing.error_ratio(out, expected[0])
+        difference[f"lse {number}"] = testing.lse_error(lse, expected[1])
+    return difference
 
 
 def not_a_number() -> dict[str, bool]:
@@ -132,7 +173,6 @@ def limits() -> dict[str, float]:
 
 def long_lists() -> dict[str, float]:
     """One block that every query keeps, with lists cut into many parts: errors of the gradients."""
-    from diffsieve.kernels.llsa import triton_backend
     from diffsieve.kernels.llsa.reference import enriched_attention_backward_reference
 
     generator = torch.Generator().manual_seed(testing.SEED)
@@ -153,7 +193,6 @@ def long_lists() -> dict[str, float]:
 
 def nested_lists() -> dict[str, bool]:
     """Lists of the selection, transposed by search and by sort: the same queries under each key, in the same order."""
-    from diffsieve.kernels.llsa import triton_backend
     from diffsieve.kernels.llsa.triton_backend import _transposed
 
     generator = torch.Generator().manual_seed(testing.SEED)
@@ -213,7 +252,8 @@ if __name__ == "__main__":
     report = {f"{case}-fp32": measure(case, torch.float32) for case in CASES}
     report |= {f"{case}-fp16": measure(case, torch.float16) for case in halves}
     json.dump({
-        "cases": report, "pyramid": pyramid_errors(), "selection": selection_is_exact(), "nan": not_a_number(),
+        "cases": report, "lean": {str(case): lean_differences(case) for case in CASES},
+        "pyramid": pyramid_errors(), "selection": selection_is_exact(), "nan": not_a_number(),
         "out_of_range": out_of_range(), "limits": limits(), "long_lists": long_lists(),
         "nested_lists": nested_lists(), "nested_gradients": nested_gradients(),
     }, sys.stdout)  # fmt: skip

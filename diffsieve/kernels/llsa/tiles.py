@@ -20,6 +20,8 @@ class QueryTile:
         num_stages: depth of the software pipeline.
         max_registers: registers per thread at most, so that more programs fit on a multiprocessor; None for as many as
             the compiler likes.
+        lean: forward by the kernel of `lean_forward_kernels.py`.
+        fine_stages: depth of the pipeline over raw keys there; None for `num_stages`.
     """
 
     rows: int
@@ -28,6 +30,8 @@ class QueryTile:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    lean: bool = False
+    fine_stages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,33 @@ class KeyTile:
 
 
 @dataclass(frozen=True)
+class PoolTile:
+    """The kernel of the pyramid.
+
+    Args:
+        parents: means at a time, a power of two, at most the block size.
+        num_warps: warps per program.
+        lean: offsets of 32 bits inside a head, where they are enough.
+    """
+
+    parents: int
+    num_warps: int
+    lean: bool = False
+
+
+@dataclass(frozen=True)
 class SelectionTile:
     """The top-k kernel.
 
     Args:
         block_n: candidates per step, a power of two, at least 16.
         num_warps: warps per program.
+        lean: by the kernel of `lean_selection_kernels.py`.
     """
 
     block_n: int
     num_warps: int
+    lean: bool = False
 
 
 # Padded head dimension -> tile, for elements of 16 bits. The rows of 64 were swept on an H200
@@ -97,15 +118,26 @@ SELECTION = {
     256: SelectionTile(64, 4),
 }
 
+SELECTION_COARSEST = dict(SELECTION)
+POOLING = PoolTile(16, 4)
 
-def selection_tile(padded_dim: int, padded_topk: int) -> SelectionTile:
+
+def pool_tile(padded_dim: int, block_size: int) -> PoolTile:
+    """The tile of the kernel of the pyramid; arguments as for `forward_tile`. A thread takes eight channels or more."""
+    parents = min(POOLING.parents, block_size)
+    warps = max(1, min(POOLING.num_warps, parents * padded_dim // 256))
+    return replace(POOLING, parents=parents, num_warps=warps)
+
+
+def selection_tile(padded_dim: int, padded_topk: int, *, coarsest: bool) -> SelectionTile:
     """The tile of the top-k kernel.
 
     Args:
         padded_dim: head dimension rounded up to a power of two, 16 to 256.
         padded_topk: list width rounded up to a power of two.
+        coarsest: whether all tokens of the level are candidates, of few rows; elsewhere one list for many rows.
     """
-    tile = SELECTION[max(32, padded_dim)]
+    tile = (SELECTION_COARSEST if coarsest else SELECTION)[max(32, padded_dim)]
     # Long lists are held by more warps.
     return tile if padded_topk <= 16 else SelectionTile(64, 4 if padded_topk <= 256 else 8)
 

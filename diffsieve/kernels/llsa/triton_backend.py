@@ -6,6 +6,7 @@ contiguous and in the dtype of the inputs; all accumulation is in fp32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,16 +15,20 @@ from torch import Tensor
 
 from .backward_kernels import enriched_bwd_dkdv_kernel, enriched_bwd_dq_kernel, enriched_bwd_reduce_kernel
 from .forward_kernels import enriched_fwd_kernel
+from .lean_forward_kernels import enriched_fwd_lean_kernel
+from .lean_selection_kernels import topk_fwd_lean_kernel
 from .levels import level_lengths
 from .pyramid_kernels import pyramid_fwd_kernel
 from .selection_kernels import topk_fwd_kernel
 from .tiles import (
     KeyTile,
+    PoolTile,
     QueryTile,
     SelectionTile,
     backward_key_tile,
     backward_query_tile,
     forward_tile,
+    pool_tile,
     selection_tile,
 )
 from .transpose import transpose_index
@@ -36,17 +41,22 @@ _LIST_ROWS = 2048
 _DENSE_PROGRAMS, _DENSE_MIN_ROWS = 1024, 1024
 
 
-def pyramids_triton(tensors: Sequence[Tensor], block_size: int, levels: int) -> list[list[Tensor]]:
+def pyramids_triton(
+    tensors: Sequence[Tensor], block_size: int, levels: int, tile: PoolTile | None = None
+) -> list[list[Tensor]]:
     """For each tensor itself and its means of levels 1..M `(B, H, n_l, D)`, contiguous, in its dtype.
 
     Args:
         tensors: `(B, H, L, D)` each; H alone may differ. All are pooled by one launch per two levels.
+        tile: overrides the table of `tiles.py`.
     """
     batch, _, length, dim = tensors[0].shape
     lengths = level_lengths(length, block_size, levels)
     results = [[x] + [x.new_empty((batch, x.shape[1], n, dim)) for n in lengths[1:]] for x in tensors]
     heads = tuple(x.shape[1] for x in tensors)
-    padded, parents = _padded(dim), min(block_size, 16)
+    padded = _padded(dim)
+    tile = tile or pool_tile(padded, block_size)
+    wide = not tile.lean or any(map(_is_wide, tensors))
     with torch.cuda.device_of(tensors[0]):
         for level in range(0, levels, 2):
             two = level + 2 <= levels
@@ -57,8 +67,8 @@ def pyramids_triton(tensors: Sequence[Tensor], block_size: int, levels: int) -> 
             pyramid_fwd_kernel[grid](
                 sources, firsts, seconds, tuple(stride for x in sources for stride in x.stride()), heads,
                 tuple(batch * h for h in heads), length,
-                BLOCK=block_size, SPAN=block_size**level, PARENTS=parents,
-                TWO_LEVELS=two, HEAD_DIM=dim, BLOCK_D=padded, num_warps=max(1, min(4, parents * padded // 256)),
+                BLOCK=block_size, SPAN=block_size**level, PARENTS=tile.parents, TWO_LEVELS=two,
+                HEAD_DIM=dim, BLOCK_D=padded, WIDE=wide, num_warps=tile.num_warps,
             )  # fmt: skip
     return results
 
@@ -92,15 +102,18 @@ def hierarchical_topk_triton(
         step = 16 if coarsest else min(16, block_size)
         candidates = n_tokens if coarsest else chosen[0].shape[3] * block_size
         padded_kept = _power_of_2(kept)
-        chosen_tile = tile or selection_tile(_padded(dim), padded_kept)
+        chosen_tile = tile or selection_tile(_padded(dim), padded_kept, coarsest=coarsest)
         block_n = min(chosen_tile.block_n, max(16, _power_of_2(candidates)))
+        kernel, options = topk_fwd_kernel, {}
+        if chosen_tile.lean:
+            kernel, options = topk_fwd_lean_kernel, {"ONE_STEP": candidates <= block_n}
         with torch.cuda.device_of(query):
-            topk_fwd_kernel[_cdiv(n_tokens, step), batch * heads](
+            kernel[_cdiv(n_tokens, step), batch * heads](
                 query, key, index if coarsest else chosen[0], index, heads, heads // key.shape[1], n_tokens, kept,
                 0 if coarsest else chosen[0].shape[3],
                 BLOCK=block_size, ROWS=16, ROW_STEP=step, BLOCK_N=block_n, KP=padded_kept, COARSEST=coarsest,
                 HEAD_DIM=dim, BLOCK_D=_padded(dim), PRECISION=_precision(query.dtype),
-                num_warps=chosen_tile.num_warps, num_stages=1,
+                num_warps=chosen_tile.num_warps, num_stages=1, **options,
             )  # fmt: skip
         chosen.insert(0, index)
     return chosen
@@ -129,15 +142,26 @@ def enriched_attention_fwd_triton(
     key, value = k_pyramid[0], v_pyramid[0]
     out = torch.empty_like(query)
     lse = query.new_empty((batch, heads, length), dtype=torch.float32)
+    kernel, options = enriched_fwd_kernel, _options(tile)
+    shortfalls: tuple[tuple[float, ...], ...] = ()
+    if tile.lean:
+        kernel = enriched_fwd_lean_kernel
+        shortfalls = (_shortfalls(length, block_size, len(indices), scale * _LOG2_E),)
+        options |= {
+            "LOG2_BLOCK": block_size.bit_length() - 1,
+            "KP": _power_of_2(max(index.shape[3] for index in indices)),
+            "WIDE": any(map(_is_wide, (query, key, value))),
+            "FINE_STAGES": tile.fine_stages or tile.num_stages,
+        }  # fmt: skip
     with torch.cuda.device_of(query):
-        enriched_fwd_kernel[_cdiv(length, tile.rows), batch * heads](
-            query, key, value, out, lse, *_levels(query, k_pyramid, v_pyramid, indices, enrich), scale * _LOG2_E,
-            *query.stride(), *key.stride(), *value.stride(), *out.stride(),
+        kernel[_cdiv(length, tile.rows), batch * heads](
+            query, key, value, out, lse, *_levels(query, k_pyramid, v_pyramid, indices, enrich), *shortfalls,
+            scale * _LOG2_E, *query.stride(), *key.stride(), *value.stride(), *out.stride(),
             heads, heads // key.shape[1], length,
             BLOCK=block_size, LEVELS=len(indices), ROWS=tile.rows, UNIT=max(16, block_size),
             COARSE_N=tile.coarse_n, FINE_N=tile.fine_n, HEAD_DIM=dim, BLOCK_D=_padded(dim),
             ENRICH=enrich, DISJOINT=disjoint, SAME_STRIDES=key.stride() == value.stride(),
-            PRECISION=_precision(query.dtype), **_options(tile),
+            PRECISION=_precision(query.dtype), **options,
         )  # fmt: skip
     return out, lse
 
@@ -364,6 +388,20 @@ def _options(tile: QueryTile | KeyTile) -> dict[str, Any]:
     """What a tile says to the compiler; the depth of the pipeline is an argument of the loops too."""
     options = {"NUM_STAGES": tile.num_stages, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return options if tile.max_registers is None else options | {"maxnreg": tile.max_registers}
+
+
+def _shortfalls(length: int, block_size: int, levels: int, scale_log2: float) -> tuple[float, ...]:
+    """Per level, log2 of the weight of the last token over that of the others, in units of the dot product."""
+    result = []
+    for level in range(1, levels + 1):
+        span = block_size**level
+        result.append(math.log2(((length - 1) % span + 1) / span) / scale_log2)
+    return tuple(result)
+
+
+def _is_wide(x: Tensor) -> bool:
+    """Whether elements of one head are 2**31 or more apart: offsets of 32 bits do not reach them."""
+    return (x.shape[2] - 1) * x.stride(2) + (x.shape[3] - 1) * x.stride(3) >= 2**31
 
 
 def _with_own_memory(x: Tensor) -> Tensor:
