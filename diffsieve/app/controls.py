@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..pipelines.defaults import NO_CLASS
+from ..pipelines.defaults import EMBEDDED, NO_CLASS
 from .limits import Limits
 from .models import LoadedModel
 
@@ -30,8 +30,17 @@ def model_controls(model: LoadedModel, limits: Limits) -> dict[str, dict[str, An
         "height": height,
         "guidance": defaults.guidance_scale,
         "method": model.method,
+        "min_tokens": shortest_sparse(model.name),
     }
     return with_values(controls, values)
+
+
+def shortest_sparse(name: str) -> int | None:
+    """Return the shortest sparse sequence that a model begins with; `None` leaves it to the method.
+
+    The embedded models show what sparse attention does, though at their lengths it does not pay on a GPU.
+    """
+    return 0 if name in EMBEDDED else None
 
 
 def with_values(controls: dict[str, dict[str, Any]], values: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 
 from . import views
-from .controls import method_controls, model_controls, subject_controls, sweep_controls, with_values
+from .controls import method_controls, model_controls, shortest_sparse, subject_controls, sweep_controls, with_values
 from .errors import AppError, CancelledError, explain
 from .handlers import Handlers, Spot
 from .limits import Request, parse_sweep
@@ -235,7 +235,8 @@ class _Events:
         else:
             own = ("preset", "sparsity", "warmup")
             values |= {key: settings[key] for key in own if settings[key] is not None}
-            values["min_tokens"] = settings["min_tokens"]
+            given = settings["min_tokens"]
+            values["min_tokens"] = shortest_sparse(name) if given is None else given
         return self._updates(with_values(controls, values)) | self._sweep_field(settings["method"])
 
     def _show(self, run: Run, tab: str | None = "compare") -> dict[Any, Any]:

@@ -246,7 +246,7 @@ def _settings(
         )
         with gr.Row():
             block_size = gr.Number(label="Block size, tokens", min_width=120, **start["block_size"])
-            min_tokens = gr.Number(None, label="Shortest sparse sequence, tokens", info="empty: where it pays",
+            min_tokens = gr.Number(label="Shortest sparse sequence, tokens", info="empty: where it pays",
                                    min_width=120, **start["min_tokens"])  # fmt: skip
     return Ask(model, prompt, negative, method, preset, sparsity, warmup, steps, frames, width, height, seed, guidance,
                block_size, min_tokens, topk, class_name)  # fmt: skip

@@ -1,5 +1,6 @@
 """What the events of the page set, without a browser: the controls after a run is opened."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -72,3 +73,11 @@ def test_a_run_whose_model_is_gone_is_asked_of_the_chosen_one_if_that_makes_the_
         list(tiny_pixels.CLASSES),
     )
     assert asked["width"]["value"] == 24
+
+
+def test_a_run_of_an_embedded_model_that_left_it_to_the_device_is_repeated_sparse(events, monkeypatch):
+    request = small(model=CLIPS, min_tokens=None, seed=7)
+    events.handlers.compare(request, owner="me", tell=lambda share, text: None)
+    assert opened(events, pictures=False, chosen=CLIPS)[1]["min_tokens"]["value"] is None
+    monkeypatch.setattr("diffsieve.app.controls.EMBEDDED", {CLIPS: Path("tiny")})
+    assert opened(events, pictures=False, chosen=CLIPS)[1]["min_tokens"]["value"] == 0

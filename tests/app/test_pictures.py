@@ -225,6 +225,12 @@ def test_the_controls_of_a_model_of_pictures():
     assert method_controls("llsa", offered.get("tiny"))["topk"]["value"] == 8
     assert method_controls("ba-att", offered.get("pixels"))["block_size"]["value"] == 128
     assert sweep_controls("llsa", 6)["value"] == "2, 4, 8, 16"
+    assert (picture["min_tokens"]["value"], clip["min_tokens"]["value"]) == (None, None)
+
+
+def test_an_embedded_model_begins_sparse_whatever_the_device_makes_of_its_length(monkeypatch):
+    monkeypatch.setattr("diffsieve.app.controls.EMBEDDED", {"tiny": Path("tiny")})
+    assert model_controls(shelf().get("tiny"), Limits())["min_tokens"] == {"visible": True, "value": 0}
 
 
 def test_the_embedded_model_of_pictures_is_offered_as_soon_as_its_folder_is_there(tmp_path, monkeypatch):
