@@ -50,7 +50,7 @@ def rows_digest(results: Mapping[str, Any]) -> str:
 
 
 def best_ms(row: Mapping[str, Any]) -> float:
-    """The time that plots show: that of the CUDA graph, as compiled models have it, else the eager one."""
+    """The time that plots show: that of the CUDA graph, without the host, else the eager one."""
     return float(row.get("graph_ms") or row["ms"])
 
 
