@@ -28,7 +28,7 @@ help:
 install: $(READY)
 
 demo: $(READY)
-	$(VENV)/bin/diffsieve compare --model mini-wan --method ba-att --out $(DEMO_OUT) --overwrite $(DEMO_ARGS)
+	$(VENV)/bin/diffsieve compare --model mini-wan --method ba-att --min-tokens 0 --out $(DEMO_OUT) --overwrite $(DEMO_ARGS)
 	@echo "Compare in a browser, with other prompts and settings: make app"
 
 app: $(READY)

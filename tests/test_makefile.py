@@ -25,6 +25,10 @@ def test_set_up_installs_into_an_environment_of_its_own(target):
     assert all(line.startswith((".venv/bin/python -m pip", ".venv-oldest/bin/python -m pip")) for line in installs)
 
 
+def test_the_demo_is_sparse_on_a_gpu_too():
+    assert " compare --model mini-wan --method ba-att --min-tokens 0 " in recipe("demo")
+
+
 def test_the_browser_is_a_target_of_its_own_that_continuous_integration_calls():
     assert "apt-get" in recipe("browser")
     ci = (ROOT / ".ci/run").read_text()
