@@ -6,6 +6,21 @@ from typing import Any
 import torch
 
 from diffsieve.kernels import testing
+from diffsieve.kernels.ba_att.forms import CentroidTile, Forms, GatherTile, ScoreTile, WindowTile
+
+# Forms of the fused steps: those in use and the others that there are.
+FORMS = {
+    "default": Forms(),
+    "lists": Forms(
+        gather=GatherTile(4, True, 64),
+        gather_means=GatherTile(4, False, 64),
+        scores=ScoreTile(),
+        select_warps=2,
+        centroids=CentroidTile(block_n=32),
+        windows=WindowTile(),
+        half_logits=True,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,7 @@ CASES = [
     BAAttCase((3, 5, 7), (1, 3), gain=16.0, extra=CENTROID),
     BAAttCase((3, 5, 7), "frame_hilbert", extra=(("compensate", "centroid"), ("text_suffix", 19), ("top_p", 0.6))),
     BAAttCase((3, 5, 7), "hilbert_window", dim=64, block_size=64, extra=CENTROID),
+    BAAttCase((3, 5, 7), (1, 3), gain=200.0, extra=CENTROID),
 ]
 
 

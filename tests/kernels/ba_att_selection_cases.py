@@ -1,27 +1,32 @@
 """What the interpreter and a GPU check of the kernels for scores and selection: a difference or equality each."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.ba_att import block_mask, block_statistics, select_blocks
-from diffsieve.kernels.ba_att.fused_selection import score_blocks_fused, select_blocks_fused
+from diffsieve.kernels.ba_att import block_mask, block_statistics, forms, select_blocks
+from diffsieve.kernels.ba_att.fused_selection import list_blocks_fused, score_blocks_fused, select_blocks_fused
 from diffsieve.kernels.ba_att.norm_sort import sort_windows, token_norms
 from diffsieve.kernels.ba_att.reference import select_row
 from diffsieve.kernels.ba_att.scores import score_blocks
+from diffsieve.kernels.ba_att.selection import skipped_blocks
 
 OPTIONS = {"beta": 0.5, "center_keys": True, "log_count": True, "second_order": True, "scale": 0.2}
 
 
-def score_difference(device: str, score: str, length: int, dim: int, gain: float = 1.0, **options: object) -> float:
+def score_difference(
+    device: str, form: str, score: str, length: int, dim: int, gain: float = 1.0, **options: object
+) -> float:
     """Largest difference from the scores in fp64, as a share of the sum of the sizes of their terms (at least 1)."""
     generator = torch.Generator().manual_seed(testing.SEED)
     query = gain * torch.randn(2, 4, length, dim, generator=generator) + 0.3
     key = gain * torch.randn(2, 2, length + 21, dim, generator=generator) + 0.5
     settings = {**OPTIONS, **options}
     stats = [block_statistics(x.to(device), 16) for x in (query, key)]
-    with testing.poisoned_memory():
+    chosen = forms.Forms(scores=forms.ScoreTile(64, 32, 16, 4, 2) if form == "split beforehand" else None)
+    with testing.poisoned_memory(), mock.patch.object(forms, "FORMS", chosen):
         got = score_blocks_fused(score, *stats, **settings).double()
     exact = [type(s)(*(x.double() for x in s)) for s in stats]
     expected = score_blocks(score, *exact, key.double(), 16, **settings)
@@ -48,20 +53,36 @@ def selection_is_equal(device: str, scores: torch.Tensor, kept: int) -> bool:
     )
 
 
+def lists_are_equal(device: str, scores: torch.Tensor, kept: int) -> bool:
+    """Lists of kept and of skipped blocks against PyTorch's sort."""
+    with testing.poisoned_memory():
+        index, skipped = list_blocks_fused(scores.to(device), kept, return_skipped=True)
+        alone, nothing = list_blocks_fused(scores.to(device), kept, return_skipped=False)
+    expected = select_blocks(scores, kept)
+    others, _ = skipped_blocks(expected, None, scores.shape[-1])
+    same = [torch.equal(x.cpu(), y) for x, y in ((index, expected), (alone, expected), (skipped, others))]
+    return all(same) and nothing.numel() == 0 and {index.dtype, skipped.dtype} == {torch.int32}
+
+
 def window_order_is_equal(device: str, length: int, window: int, descending: bool, gain: float = 1.0) -> bool:
-    """The windowed sort against PyTorch's, on tokens whose distances are exact and often equal."""
-    from diffsieve.kernels.ba_att.norm_sort_triton import window_order_triton
+    """The windowed order by counting against PyTorch's sort, on tokens whose distances are exact and often equal."""
+    from diffsieve.kernels.ba_att.windows_triton import window_orders_triton
 
     generator = torch.Generator().manual_seed(testing.SEED)
-    # The keys of one head, in the memory order of a diffusers processor.
-    key = gain * torch.randint(-3, 4, (2, length, 3, 24), generator=generator).transpose(1, 2)[:, 1:2].half()
-    centre = gain * torch.randint(-1, 2, (2, 1, 1, 24), generator=generator).float()
+    # The keys of two heads, in the memory order of a diffusers processor.
+    key = gain * torch.randint(-3, 4, (2, length, 3, 24), generator=generator).transpose(1, 2)[:, 1:].half()
+    centre = gain * torch.randint(-1, 2, (2, 2, 1, 24), generator=generator).float()
+    key[0, 0, length // 2, 3] = torch.nan
+    key[1, 1, ::3] = centre[1, 1].half()
     curve = torch.randperm(length, generator=generator)
     expected = curve[sort_windows(token_norms(key, centre).index_select(-1, curve), window, descending)]
-    arguments = (x.to(device) for x in (key, centre, curve))
-    with testing.poisoned_memory():
-        got = window_order_triton(*arguments, window, descending=descending)
-    return got.dtype is torch.int64 and torch.equal(got.cpu(), expected)
+    arguments = [x.to(device) for x in (key, centre, curve)]
+    equal = []
+    for tile in (forms.WindowTile(32, 16, 4), forms.WindowTile(64, 64, 4)):
+        with testing.poisoned_memory():
+            got = window_orders_triton(*arguments, window, descending=descending, tile=tile)
+        equal.append(got.dtype is torch.int64 and torch.equal(got.cpu(), expected))
+    return all(equal)
 
 
 def _scores() -> dict[str, tuple[torch.Tensor, int]]:
@@ -105,7 +126,10 @@ def checks() -> dict[str, Callable[[str], float | bool]]:
             "first order": {"length": 100, "dim": 32, "second_order": False},
             "paper": {"length": 100, "dim": 32, "beta": 1.0, "center_keys": False, "log_count": False},
         }.items():
-            found[f"scores: {score}, {name}"] = lambda device, s=score, o=options: score_difference(device, s, **o)
+            for form in ("split as it goes", "split beforehand"):
+                found[f"scores: {score}, {name}, {form}"] = lambda device, f=form, s=score, o=options: score_difference(
+                    device, f, s, **o
+                )
     for length, window in ((1, 16), (33, 64), (75, 16), (450, 96), (450, 450)):
         for descending in (True, False):
             found[f"window order: {length} tokens, {window}, {descending}"] = (
@@ -114,4 +138,5 @@ def checks() -> dict[str, Callable[[str], float | bool]]:
     found["window order: large activations"] = lambda device: window_order_is_equal(device, 450, 96, True, gain=64.0)
     for name, (scores, kept) in _scores().items():
         found[f"selection: {name}"] = lambda device, s=scores, k=kept: selection_is_equal(device, s, k)
+        found[f"lists: {name}"] = lambda device, s=scores, k=kept: lists_are_equal(device, s, k)
     return found

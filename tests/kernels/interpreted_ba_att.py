@@ -14,12 +14,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.ba_att import ba_attention, calibrate_orders, calibration, fused_selection
-from diffsieve.kernels.ba_att.centroids import add_centroids
+from diffsieve.kernels.ba_att import ba_attention, block_mask, calibrate_orders, calibration, forms
+from diffsieve.kernels.ba_att.centroids import add_centroids, add_skipped_fused
 from diffsieve.kernels.ba_att.fused import gather_with_means, gather_with_statistics, scatter_tokens
 from diffsieve.kernels.ba_att.reference import ba_attention_reference
+from diffsieve.kernels.ba_att.selection import skipped_blocks
 from diffsieve.kernels.block_sparse import BackendChoice
-from tests.kernels.ba_att_cases import CASES, BAAttCase, make_inputs, relative_error
+from tests.kernels.ba_att_cases import CASES, FORMS, BAAttCase, make_inputs, relative_error
 
 
 def whole_call(case: BAAttCase) -> dict[str, object]:
@@ -73,27 +74,50 @@ def steps(case: BAAttCase) -> dict[str, float]:
     return differences
 
 
-def compensated_in_place(case: BAAttCase) -> float:
-    """The centroid term with the order undone against doing both one after the other."""
+def skipped_blocks_added(case: BAAttCase, boost: float, query_gain: float) -> dict[str, float]:
+    """The centroid term over lists, the order undone, against PyTorch's over a mask in fp64, and PyTorch's in fp16.
+
+    `boost` is added to the log-sum-exp over the kept keys: far below the skipped blocks' logits weights overflow fp16.
+    """
     query, key, value = make_inputs(case, torch.float16)
+    query = query * query_gain
     length, generator = query.shape[2], torch.Generator().manual_seed(1)
     perm = torch.randperm(length, generator=generator)
     per_head = torch.stack([torch.randperm(length, generator=generator) for _ in range(2 * case.heads)])
     (_, keys), (_, values) = (gather_with_statistics(x, None, case.block_size, fused=False) for x in (key, value))
     blocks = keys.size.shape[0]
-    kept = torch.rand(2, case.heads, blocks, blocks, generator=generator) < 0.5
-    lse = torch.randn(query.shape[:3], generator=generator)
-    inputs = query, lse, query, keys.mean, values.mean, keys.size, kept
+    lse = torch.randn(query.shape[:3], generator=generator) + boost
+    if boost == -torch.inf:
+        lse[:, :, 3] = 0.0
+    out = value.repeat_interleave(case.heads // case.kv_heads, dim=1) * lse.isfinite()[..., None]
+    means = [x.mean.half().float() for x in (keys, values)]  # the kernel takes them in the dtype of the tokens
+    width = blocks // 2
+    lists = torch.rand(2, case.heads, blocks, blocks, generator=generator).argsort(-1)[..., :width].sort(-1).values
+    count = torch.randint(0, width + 1, lists.shape[:3], generator=generator).int()
+    count[0, 0, 0] = 0
     options = {"block_size": case.block_size, "scale": 0.2}
-    difference = 0.0
-    for order in (None, perm, per_head.unflatten(0, (2, case.heads))):
-        expected, expected_lse = add_centroids(*inputs, **options, perm=order)
+    found = {"error": 0.0, "plain error": 0.0, "log-sum-exp": 0.0}
+    for order, counts in ((None, None), (perm, count), (per_head.unflatten(0, (2, case.heads)), None)):
+        kept, number = skipped_blocks(lists.int(), counts, blocks)  # the others, so that they vary in number
+        mask = ~block_mask(kept, number, blocks)
+        inputs = (out, lse, query, *means, keys.size, mask)
+        exact, exact_lse = add_centroids(*(x.double() if x.is_floating_point() else x for x in inputs), **options)
+        plain, _ = add_centroids(*inputs, **options)
         with testing.poisoned_memory():
-            out, new_lse = add_centroids(*inputs, **options, fused=True, perm=order)
-            plain, _ = add_centroids(*inputs, **options, fused=True)
-        assert torch.equal(out, scatter_tokens(plain, order, fused=False))
-        difference = max(difference, float((out - expected).abs().max()), float((new_lse - expected_lse).abs().max()))
-    return difference
+            args = (out, lse, query, *means, kept, number, order)
+            got, got_lse = add_skipped_fused(*args, **options)
+            again, _ = add_skipped_fused(*args, **options)
+        assert torch.equal(got, again)
+        exact = scatter_tokens(exact, order, fused=False)
+        found["error"] = max(found["error"], relative_error(got, exact))
+        found["plain error"] = max(
+            found["plain error"], relative_error(scatter_tokens(plain, order, fused=False), exact)
+        )
+        same_infinity = torch.equal(got_lse.isinf(), exact_lse.isinf())
+        finite = ~exact_lse.isinf()
+        difference = (got_lse - exact_lse)[finite].abs() / exact_lse[finite].abs().clamp(min=1)
+        found["log-sum-exp"] = max(found["log-sum-exp"], float(difference.max()) if same_infinity else float("inf"))
+    return found
 
 
 def calibration_difference(case: BAAttCase) -> float:
@@ -107,13 +131,16 @@ def calibration_difference(case: BAAttCase) -> float:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    result = {"whole": {str(case): whole_call(case) for case in CASES}, "steps": {str(c): steps(c) for c in CASES[:3]}}
-    result["compensated in place"] = {str(c): compensated_in_place(c) for c in CASES[:2]}
-    fused_selection.LEAN = True
-    # Windows are sorted by the kernel where the backend of a GPU runs.
-    fused_selection.choose_backend = lambda *_, **__: BackendChoice("triton", "under test")
-    result["lean"] = {str(case): whole_call(case) for case in CASES}
-    result["lean steps"] = {str(c): steps(c) for c in CASES[:1]}
+    result = {}
+    for name, chosen in FORMS.items():
+        forms.FORMS = chosen
+        result[name] = {str(case): whole_call(case) for case in CASES}
+        result[f"{name}, steps"] = {str(c): steps(c) for c in CASES[:3]}
+    result["skipped"] = {
+        f"{case}, {boost}, {gain}": skipped_blocks_added(case, boost, gain)
+        for case in (CASES[0], CASES[1], CASES[3])
+        for boost, gain in ((0.0, 1.0), (-30.0, 1.0), (-300.0, 1.0), (-float("inf"), 1.0), (300.0, 1.0), (0.0, 16.0))
+    }
     result["calibration"] = calibration_difference(CASES[1])
     json.dump(result, sys.stdout)
 

@@ -71,7 +71,7 @@ def test_a_table_that_cannot_be_read_gives_the_same_orders(kv_heads, descending,
     key[:, :, 40:60] = key[:, :, 40:41]  # equal norms
     table = _cached_table(*GRID, torch.device("cpu"))
     ids = [3, 0, 4, 2, 3, 1]
-    known = _sort_known_heads(query, key, ids, table, 96, descending)
+    known = _sort_known_heads(query, key, ids, table, 96, descending, False)
     assert torch.equal(known, _sort_all_heads(query, key, torch.tensor(ids), table, 96, descending))
     assert known.is_contiguous()
 
@@ -85,7 +85,7 @@ def test_heads_of_one_order_share_a_sort(generator, monkeypatch):
         return sort(keys, **options)
 
     monkeypatch.setattr(torch, "sort", count)
-    _sort_known_heads(query, key, [3, 4, 0, 3, 4, 3], _cached_table(*GRID, torch.device("cpu")), 96, True)
+    _sort_known_heads(query, key, [3, 4, 0, 3, 4, 3], _cached_table(*GRID, torch.device("cpu")), 96, True, False)
     assert sorted_heads == [3, 4]  # the windows of three heads; queries and keys of two
 
 

@@ -1,60 +1,42 @@
 """BA-Att's own Triton kernels: gather with moments, undoing the order, the centroid term, and the whole call."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.ba_att import ba_attention, calibrate_orders, fused_selection
+from diffsieve.kernels.ba_att import ba_attention, calibrate_orders, forms
 from diffsieve.kernels.ba_att.reference import ba_attention_reference
-from tests.kernels.ba_att_cases import CASES, make_inputs, relative_error
-
-ROOT = Path(__file__).parents[2]
+from tests.kernels.ba_att_cases import CASES, FORMS, make_inputs, relative_error
+from tests.kernels.own_process import run_script
 
 
 @pytest.fixture(scope="module")
 def interpreted():
     pytest.importorskip("triton", reason="Triton has no build for this platform")
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "tests/kernels/interpreted_ba_att.py")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return run_script("interpreted_ba_att.py")
 
 
-@pytest.mark.parametrize("kernels", ["whole", "lean"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_whole_call(interpreted, case, kernels):
-    found = interpreted[kernels][str(case)]
+def test_whole_call(interpreted, case, form):
+    found = interpreted[form][str(case)]
     assert found["same blocks"]
     assert found["error"] <= 2 * found["plain error"]
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_steps(interpreted, case):
-    differences = interpreted["steps"][str(case)]
+def test_steps(interpreted, case, form):
+    differences = interpreted[f"{form}, steps"][str(case)]
     assert len(differences) == 6
     assert all(difference < 1e-5 for difference in differences.values())
 
 
-def test_steps_with_the_heads_first(interpreted):
-    (differences,) = interpreted["lean steps"].values()
-    assert len(differences) == 6
-    assert all(difference < 1e-5 for difference in differences.values())
-
-
-def test_compensation_undoes_the_order(interpreted):
-    assert len(interpreted["compensated in place"]) == 2
-    assert all(difference < 4e-3 for difference in interpreted["compensated in place"].values())  # ulps of fp16
+def test_skipped_blocks(interpreted):
+    assert len(interpreted["skipped"]) == 18
+    for name, found in interpreted["skipped"].items():
+        assert found["error"] <= 2 * found["plain error"] + 2**-12, name
+        assert found["log-sum-exp"] < 1e-5, name
 
 
 def test_calibration_with_the_fused_gather(interpreted):
@@ -62,11 +44,11 @@ def test_calibration_with_the_fused_gather(interpreted):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lean", [False, True], ids=["default", "lean"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_whole_call_on_a_gpu(case, dtype, lean, monkeypatch):
-    monkeypatch.setattr(fused_selection, "LEAN", lean)
+def test_whole_call_on_a_gpu(case, dtype, form, monkeypatch):
+    monkeypatch.setattr(forms, "FORMS", FORMS[form])
     inputs = make_inputs(case, dtype, "cuda")
     options = case.options()
     with testing.poisoned_memory():
@@ -81,9 +63,9 @@ def test_whole_call_on_a_gpu(case, dtype, lean, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lean", [False, True], ids=["default", "lean"])
-def test_calibration_on_a_gpu(lean, monkeypatch):
-    monkeypatch.setattr(fused_selection, "LEAN", lean)
+@pytest.mark.parametrize("form", FORMS)
+def test_calibration_on_a_gpu(form, monkeypatch):
+    monkeypatch.setattr(forms, "FORMS", FORMS[form])
     case = CASES[1]
     query, key, _ = make_inputs(case, torch.bfloat16)
     options = {"grid_thw": case.grid, "density": case.density, "block_size": case.block_size}
@@ -95,10 +77,10 @@ def test_calibration_on_a_gpu(lean, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("lean", "table"), [(False, "cuda"), (False, "cpu"), (True, "cpu")])
-def test_compiled_whole_call_on_a_gpu(lean, table, monkeypatch):
+@pytest.mark.parametrize(("form", "table"), [("default", "cuda"), ("default", "cpu"), ("lists", "cpu")])
+def test_compiled_whole_call_on_a_gpu(form, table, monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(fused_selection, "LEAN", lean)
+    monkeypatch.setattr(forms, "FORMS", FORMS[form])
     case = CASES[0]
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     options = {**case.options(), "orders": torch.tensor(case.orders, device=table)}

@@ -40,12 +40,12 @@ def block_sparse() -> list:
 
 
 def ba_att() -> list:
-    from diffsieve.kernels.ba_att import centroids_triton, fused_triton, norm_sort_triton, selection_triton
+    from diffsieve.kernels.ba_att import centroids_triton, forms, fused_triton, selection_triton, windows_triton
 
     tokens, order = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16), torch.arange(256)
 
     def run() -> None:
-        fused_triton.gather_moments_triton(tokens, order, block_size=128, variance=True)
+        fused_triton.gather_moments_triton(tokens, order, block_size=128, variance=True, tile=forms.GatherTile())
         fused_triton.scatter_tokens_triton(tokens, order)
         means = torch.zeros(1, 2, 2, 64)
         centroids_triton.add_centroids_triton(
@@ -57,9 +57,11 @@ def ba_att() -> list:
             beta=0.5, log_count=True, second_order=True, residual=False, scale=0.1,
         )  # fmt: skip
         selection_triton.select_blocks_triton(torch.zeros(1, 2, 2, 2), 1, return_mask=False)
-        norm_sort_triton.window_order_triton(tokens[:, :1], torch.zeros(1, 1, 1, 64), order, 128, descending=True)
+        windows_triton.window_orders_triton(
+            tokens, torch.zeros(1, 2, 1, 64), order, 128, descending=True, tile=forms.WindowTile()
+        )
 
-    return launches_of([centroids_triton, fused_triton, norm_sort_triton, selection_triton], run)
+    return launches_of([centroids_triton, fused_triton, selection_triton, windows_triton], run)
 
 
 def llsa() -> list:

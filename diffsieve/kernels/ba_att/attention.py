@@ -12,15 +12,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..block_sparse import block_sparse_attention, choose_backend
-from . import fused_selection
-from .centroids import add_centroids
+from . import forms
+from .centroids import add_centroids, add_skipped_fused
 from .checks import check_arguments
 from .custom import CustomSelection
 from .fused import fuses, gather_with_means, gather_with_statistics, scatter_tokens
-from .fused_selection import score_blocks_fused, select_blocks_fused, selects
+from .fused_selection import list_blocks_fused, score_blocks_fused, select_blocks_fused, selects
 from .ordering import Grid, Orders, TokenOrders, gather_tokens, token_orders
 from .scores import score_blocks
-from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p
+from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p, skipped_blocks
 from .statistics import BlockStatistics
 
 __all__ = ["BAAttInfo", "ba_attention"]
@@ -136,7 +136,8 @@ def ba_attention(
     chosen = choose_backend(query, key, block_size=block_size, backend=backend).name
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     fused = chosen not in ("torch", "reference") and not differentiable and fuses(query, block_size)
-    lean = fused and fused_selection.LEAN
+    # Compensation over the lists of skipped blocks.
+    listed = fused and compensate == "centroid" and forms.FORMS.centroids is not None
 
     with stage("selection"):
         if custom is not None and custom.order is not None:
@@ -150,6 +151,7 @@ def ba_attention(
                 block_size=block_size,
                 window=window,
                 descending=descending,
+                fused=fused,
             )
         q, query_stats = gather_with_statistics(video_query, order.query, block_size, fused=fused)
         k, key_stats = gather_with_statistics(video_key, order.key, block_size, fused=fused)
@@ -158,7 +160,7 @@ def ba_attention(
         else:
             v = gather_tokens(video_value, order.key)
         kept = _video_budget(density, key_stats, num_text, block_size)
-        block_count = kept_mask = None
+        block_count = kept_mask = skipped = None
         if custom is not None and custom.select is not None:
             block_index, block_count = custom.select(
                 q.detach(), k.detach(), kept=kept, block_size=block_size, scale=scale
@@ -171,11 +173,13 @@ def ba_attention(
                 "scale": scale,
             }
             how["log_count"] = log_count or top_p is not None
-            if lean and score != "halfk":
+            if fused and score != "halfk":
                 scores = score_blocks_fused(score, query_stats, key_stats, **how)
             else:
                 scores = score_blocks(score, query_stats, key_stats, k.detach(), block_size, **how)
-            if top_p is None and lean and selects(scores.shape[-1]):
+            if top_p is None and fused and selects(scores.shape[-1]) and forms.FORMS.select_warps is not None:
+                block_index, skipped = list_blocks_fused(scores, kept, return_skipped=listed)
+            elif top_p is None and fused and selects(scores.shape[-1]):
                 block_index, kept_mask = select_blocks_fused(scores, kept, return_mask=compensate == "centroid")
             elif top_p is None:
                 block_index = select_blocks(scores, kept)
@@ -184,21 +188,24 @@ def ba_attention(
                 block_index, block_count = select_blocks_top_p(scores, top_p, min_blocks=fewest, max_blocks=kept)
 
     # The kernel that compensates is the last one, unless text joins: it can write to where the tokens came from.
-    compensated_in_place = lean and compensate == "centroid" and not num_text
+    compensated_in_place = listed and not num_text
     attend = partial(_attend, block_size=block_size, scale=scale, backend=backend)
     with stage("attention"):
         if compensate == "none" and not num_text:
             out, _ = attend(q, k, v, block_index, block_count, return_lse=False)
         else:
             out, lse = attend(q, k, v, block_index, block_count)
-            if compensate == "centroid":
-                if kept_mask is None:
-                    kept_mask = block_mask(block_index, block_count, key_stats.size.shape[0])
-                means = (key_stats.mean, value_mean, key_stats.size)
+            num_key = key_stats.size.shape[0]
+            if listed:
+                blocks = skipped_blocks(block_index, block_count, num_key) if skipped is None else (skipped, None)
                 perm = order.query if compensated_in_place else None
-                out, lse = add_centroids(
-                    out, lse, q, *means, kept_mask, block_size=block_size, scale=scale, fused=fused, perm=perm
-                )
+                means = (key_stats.mean, value_mean)
+                out, lse = add_skipped_fused(out, lse, q, *means, *blocks, perm, block_size=block_size, scale=scale)
+            elif compensate == "centroid":
+                if kept_mask is None:
+                    kept_mask = block_mask(block_index, block_count, num_key)
+                inputs = (out, lse, q, key_stats.mean, value_mean, key_stats.size, kept_mask)
+                out, lse = add_centroids(*inputs, block_size=block_size, scale=scale, fused=fused)
             if num_text:
                 text_key, text_value = (_text_tokens(x, text_prefix, text_suffix) for x in (key, value))
                 every = torch.arange(-(-num_text // block_size), dtype=torch.int32, device=q.device)

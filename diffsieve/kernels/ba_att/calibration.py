@@ -9,7 +9,7 @@ import torch
 from diffsieve.errors import UserInputError
 
 from ..block_sparse import choose_backend
-from . import fused_selection
+from . import forms
 from .fused import fuses, gather_with_statistics
 from .ordering import CANDIDATE_ORDERS, NEEDS_GRID, Grid, gather_tokens, token_orders
 from .scores import score_blocks
@@ -149,6 +149,7 @@ def _calibrate_op(
             block_size=block_size,
             window=window,
             descending=descending,
+            fused=fused,
         )
         ordered_key, key_stats = gather_with_statistics(key, order.key, block_size, fused=fused)
         probe_rows = probes if order.query is None else order.query[..., probes]
@@ -194,7 +195,7 @@ def _attention_mass(probe_query: torch.Tensor, key: torch.Tensor, rows: int, sca
     dtype = torch.promote_types(key.dtype, torch.float32)
     group = heads // key.shape[1]
     heads_at_once = max(1, _CHUNK // (batch * rows * key.shape[2]))
-    in_half = fused_selection.LEAN and key.is_cuda and key.dtype in (torch.bfloat16, torch.float16)
+    in_half = forms.FORMS.half_logits and key.is_cuda and key.dtype in (torch.bfloat16, torch.float16)
     parts = []
     for head in range(0, heads, heads_at_once):
         queries = probe_query[:, head : head + heads_at_once]

@@ -5,9 +5,9 @@ Shapes: B batch, H query heads, Hkv key heads, L queries, D channels, Nq and Nk 
 
 import torch
 
-from .ordering import undo_order
+from . import forms
 
-__all__ = ["add_centroids"]
+__all__ = ["add_centroids", "add_skipped_fused"]
 
 # Logits of (tokens x key blocks) held at a time (256 MiB in fp32).
 _CHUNK = 1 << 26
@@ -25,7 +25,6 @@ def add_centroids(
     block_size: int,
     scale: float,
     fused: bool = False,
-    perm: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add every skipped block of keys to finished attention, as n copies of its mean key and mean value.
 
@@ -42,17 +41,45 @@ def add_centroids(
         block_size: queries per row of `kept`.
         scale: factor of the logits.
         fused: one Triton kernel, with the means in the dtype of `query`, instead of PyTorch's; see `fused.fuses`.
-        perm: order of the queries, (L,) or (B, H, L), to be undone in the output.
 
     Returns:
-        The output in the dtype of `out`, and the log-sum-exp over kept keys and centroids, in the order of `query`.
+        The output in the dtype of `out`, and the log-sum-exp over kept keys and centroids.
     """
     inputs = out, lse, query, key_mean, value_mean, size, kept
     if fused:
-        result: tuple[torch.Tensor, torch.Tensor] = _add_centroids_op(*inputs, perm, block_size, float(scale))
+        result: tuple[torch.Tensor, torch.Tensor] = _add_centroids_op(*inputs, block_size, float(scale))
         return result
-    out, lse = _add_centroids_torch(*inputs, block_size, float(scale))
-    return undo_order(out, perm), lse
+    return _add_centroids_torch(*inputs, block_size, float(scale))
+
+
+def add_skipped_fused(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key_mean: torch.Tensor,
+    value_mean: torch.Tensor,
+    skipped: torch.Tensor,
+    skipped_count: torch.Tensor | None,
+    perm: torch.Tensor | None,
+    *,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_centroids` over lists of skipped blocks, as many keys as queries, the order undone: one Triton kernel.
+
+    Args:
+        out: 0 where `lse` is -inf.
+        skipped: int32 (B, H, Nq, S), the blocks to add, ascending.
+        skipped_count: int32 (B, H, Nq), valid entries of `skipped`; `None` for all.
+        perm: order of the queries, (L,) or (B, H, L), to be undone in the output; `None` for none.
+
+    Returns:
+        The output (B, H, L, D), in memory as (B, L, H, D) if an order is undone, and the log-sum-exp over kept keys and
+        centroids, in the order of `query`.
+    """
+    inputs = out, lse, query, key_mean, value_mean, skipped, skipped_count, perm
+    result: tuple[torch.Tensor, torch.Tensor] = _add_skipped_op(*inputs, block_size, float(scale))
+    return result
 
 
 @torch.library.custom_op("diffsieve::add_centroids", mutates_args=())
@@ -64,25 +91,49 @@ def _add_centroids_op(
     value_mean: torch.Tensor,
     size: torch.Tensor,
     kept: torch.Tensor,
-    perm: torch.Tensor | None,
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from .centroids_triton import add_centroids_triton
 
-    inputs = out, lse, query, key_mean, value_mean, size, kept, perm
+    inputs = out, lse, query, key_mean, value_mean, size, kept
     return add_centroids_triton(*inputs, block_size=block_size, scale=scale)
 
 
 @_add_centroids_op.register_fake
+def _(out: torch.Tensor, lse: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(out), torch.empty_like(lse)
+
+
+@torch.library.custom_op("diffsieve::add_skipped", mutates_args=())
+def _add_skipped_op(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key_mean: torch.Tensor,
+    value_mean: torch.Tensor,
+    skipped: torch.Tensor,
+    skipped_count: torch.Tensor | None,
+    perm: torch.Tensor | None,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from .skipped_triton import add_skipped_triton
+
+    inputs = out, lse, query, key_mean, value_mean, skipped, skipped_count, perm
+    tile = forms.FORMS.centroids or forms.CentroidTile()
+    return add_skipped_triton(*inputs, block_size=block_size, scale=scale, tile=tile)
+
+
+@_add_skipped_op.register_fake
 def _(
     out: torch.Tensor,
     lse: torch.Tensor,
     query: torch.Tensor,
     key_mean: torch.Tensor,
     value_mean: torch.Tensor,
-    size: torch.Tensor,
-    kept: torch.Tensor,
+    skipped: torch.Tensor,
+    skipped_count: torch.Tensor | None,
     perm: torch.Tensor | None,
     *_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,14 +17,13 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 # Lengths must not cause a new compilation, whatever they are multiples of.
 @triton.jit(do_not_specialize=["heads_per_kv", "length", "num_query", "num_key"])
 def add_centroids_fwd_kernel(  # type: ignore[no-untyped-def]
-    query, key_mean, value_mean, size_log2, kept, out, lse, perm, new_out, new_lse, scale_log2,
+    query, key_mean, value_mean, size_log2, kept, out, lse, new_out, new_lse, scale_log2,
     stride_qb, stride_qh, stride_ql, stride_qd,
     stride_ob, stride_oh, stride_ol, stride_od,
-    stride_nb, stride_nh, stride_nl, stride_nd, stride_perm,
+    stride_nb, stride_nh, stride_nl, stride_nd,
     heads_per_kv, length, num_query, num_key,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_PERM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
@@ -68,9 +67,6 @@ def add_centroids_fwd_kernel(  # type: ignore[no-untyped-def]
 
     b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
     new_base = new_out + batch64 * stride_nb + head64 * stride_nh
-    if HAS_PERM:
-        # stride_perm: from one (batch item, head) to the next, 0 when all share one permutation.
-        o_m64 = tl.load(perm + batch_head * stride_perm + o_m, mask=row_mask, other=0).to(tl.int64)[:, None]
     tl.store(new_base + o_m64 * stride_nl + o_d64 * stride_nd, b_acc.to(new_out.dtype.element_ty), mask=mask)
     b_lse = tl.where(b_sum == 0.0, float("-inf"), (b_max + tl.log2(b_sum)) * _LN_2)
     tl.store(new_lse + batch_head * length + o_m, b_lse, mask=row_mask)
@@ -84,7 +80,6 @@ def add_centroids_triton(
     value_mean: torch.Tensor,
     size: torch.Tensor,
     kept: torch.Tensor,
-    perm: torch.Tensor | None = None,
     *,
     block_size: int,
     scale: float,
@@ -96,19 +91,14 @@ def add_centroids_triton(
     block_m = min(block_size, 128 if query.element_size() == 2 and padded_dim <= 128 else 64)
     key_mean, value_mean = (x.to(query.dtype).contiguous() for x in (key_mean, value_mean))
     new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
-    if perm is not None:
-        perm, new_out = perm.contiguous(), out.new_empty((batch, length, heads, dim)).transpose(1, 2)
     with torch.cuda.device_of(query):
         add_centroids_fwd_kernel[triton.cdiv(length, block_m), heads, batch](
             query, key_mean, value_mean, size.log2(), kept.contiguous().view(torch.uint8), out, lse.contiguous(),
-            perm, new_out, new_lse, scale * _LOG2_E,
+            new_out, new_lse, scale * _LOG2_E,
             *query.stride(), *out.stride(), *new_out.stride(),
-            length if perm is not None and perm.dim() == 3 else 0,
             heads // key_mean.shape[1], length, num_query, num_key,
             BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=min(64, max(16, triton.next_power_of_2(num_key))),
             HEAD_DIM=dim, BLOCK_D=padded_dim, PRECISION="ieee",
-            HAS_PERM=perm is not None, num_warps=8 if block_m == 128 else 4, num_stages=2,
-            # For sm_80 the assembler would rather spill than take more than 128 registers.
-            maxnreg=None if perm is None else 168,
+            num_warps=8 if block_m == 128 else 4, num_stages=2,
         )  # fmt: skip
     return new_out, new_lse

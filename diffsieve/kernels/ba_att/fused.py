@@ -5,7 +5,7 @@ Shapes: B batch, H query heads, Hkv key heads, L tokens, D channels, N blocks.
 
 import torch
 
-from . import fused_selection
+from . import forms
 from .ordering import gather_tokens, undo_order
 from .statistics import BlockStatistics, block_means, block_sizes, block_statistics
 
@@ -72,7 +72,7 @@ def scatter_tokens(tokens: torch.Tensor, perm: torch.Tensor | None, *, fused: bo
 def _scatter_tokens_op(tokens: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
     from .fused_triton import scatter_tokens_triton
 
-    return scatter_tokens_triton(tokens, perm, heads_first=fused_selection.LEAN)
+    return scatter_tokens_triton(tokens, perm)
 
 
 @_scatter_tokens_op.register_fake
@@ -88,8 +88,8 @@ def _gather_moments_op(
     """Gathered tokens (empty without `perm`), means and variances (empty if not asked for)."""
     from .fused_triton import gather_moments_triton
 
-    lean = fused_selection.LEAN
-    return gather_moments_triton(tokens, perm, block_size=block_size, variance=variance, heads_first=lean)
+    tile = forms.FORMS.gather if variance else forms.FORMS.gather_means
+    return gather_moments_triton(tokens, perm, block_size=block_size, variance=variance, tile=tile)
 
 
 @_gather_moments_op.register_fake

@@ -1,36 +1,23 @@
-"""Scores and choice of blocks as two Triton kernels, behind a switch.
+"""Scores and choice of blocks as Triton kernels.
 
 Shapes: B batch, H query heads, Hkv key heads, Nq and Nk blocks, D channels.
 """
 
 import torch
 
-from ..block_sparse import choose_backend
+from . import forms
 from .scores import mean_key
 from .statistics import BlockStatistics
 
-__all__ = ["score_blocks_fused", "select_blocks_fused"]
+__all__ = ["list_blocks_fused", "score_blocks_fused", "select_blocks_fused", "selects"]
 
-LEAN = False
-"""Whether `ba_attention` takes the leaner kernels where `fused.fuses` holds: scores and selection of this file, norms
-and sort of windows in one (`norm_sort_triton`), the compensated output written to its places by the kernel that
-computes it, blocks of tokens gathered and scattered with the heads side by side; and whether the calibration multiplies
-in 16 bits, to fp32. Results are the same to rounding. Off, because no GPU has run them yet: set it to `True`, before
-anything is compiled, to measure them."""
-
-# Scores of one row that a program holds in registers; keys of a window that it sorts.
-_MAX_COLUMNS, _MAX_WINDOW = 16_384, 4_096
+# Scores of one row that a program holds in registers.
+_MAX_COLUMNS = 16_384
 
 
 def selects(num_key: int) -> bool:
-    """Whether the kernel of the selection serves so many key blocks."""
+    """Whether the kernels of the selection serve so many key blocks."""
     return num_key <= _MAX_COLUMNS
-
-
-def sorts(key: torch.Tensor, window: int) -> bool:
-    """Whether the kernel of the windowed sort serves such keys (B, 1, L, D)."""
-    on_gpu = choose_backend(key, key, block_size=16).name != "torch"
-    return on_gpu and min(window, key.shape[2]) <= _MAX_WINDOW
 
 
 def score_blocks_fused(
@@ -63,6 +50,16 @@ def select_blocks_fused(scores: torch.Tensor, kept: int, *, return_mask: bool) -
     return found
 
 
+def list_blocks_fused(scores: torch.Tensor, kept: int, *, return_skipped: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`selection.select_blocks` of fp32 scores (..., Nk), with its rule for ties, and the list of the other blocks.
+
+    Returns:
+        int32 (..., kept) and (..., Nk - kept), both ascending; the second is empty unless asked for.
+    """
+    found: tuple[torch.Tensor, torch.Tensor] = _list_blocks_op(scores, kept, return_skipped)
+    return found
+
+
 @torch.library.custom_op("diffsieve::score_blocks", mutates_args=())
 def _score_blocks_op(
     query_mean: torch.Tensor,
@@ -77,12 +74,18 @@ def _score_blocks_op(
     residual: bool,
     scale: float,
 ) -> torch.Tensor:
+    from .scores_triton import split_scores_triton
     from .selection_triton import block_scores_triton
 
-    return block_scores_triton(
-        query_mean, query_variance, key_mean, key_variance, key_size, centre,
-        beta=beta, log_count=log_count, second_order=second_order, residual=residual, scale=scale,
-    )  # fmt: skip
+    inputs = (query_mean, query_variance, key_mean, key_variance, key_size, centre)
+    tile = forms.FORMS.scores
+    if tile is None:
+        return block_scores_triton(
+            *inputs, beta=beta, log_count=log_count, second_order=second_order, residual=residual, scale=scale
+        )
+    return split_scores_triton(
+        *inputs, beta=beta, log_count=log_count, second_order=second_order, residual=residual, scale=scale, tile=tile
+    )
 
 
 @_score_blocks_op.register_fake
@@ -101,3 +104,18 @@ def _select_blocks_op(scores: torch.Tensor, kept: int, return_mask: bool) -> tup
 def _(scores: torch.Tensor, kept: int, return_mask: bool) -> tuple[torch.Tensor, torch.Tensor]:
     index = scores.new_empty((*scores.shape[:-1], kept), dtype=torch.int32)
     return index, scores.new_empty(scores.shape if return_mask else (0,), dtype=torch.bool)
+
+
+@torch.library.custom_op("diffsieve::list_blocks", mutates_args=())
+def _list_blocks_op(scores: torch.Tensor, kept: int, return_skipped: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    from .lists_triton import list_blocks_triton
+
+    num_warps = forms.FORMS.select_warps
+    return list_blocks_triton(scores, kept, return_skipped=return_skipped, num_warps=num_warps or 1)
+
+
+@_list_blocks_op.register_fake
+def _(scores: torch.Tensor, kept: int, return_skipped: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, num_key = scores.shape[:-1], scores.shape[-1]
+    index = scores.new_empty((*rows, kept), dtype=torch.int32)
+    return index, scores.new_empty((*rows, num_key - kept) if return_skipped else (0,), dtype=torch.int32)

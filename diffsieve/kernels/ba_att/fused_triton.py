@@ -9,33 +9,25 @@ import torch
 import triton
 import triton.language as tl
 
-# CUDA's bound on all but the first axis of a grid.
-_MAX_SECOND_AXIS = 2**16
-
-
-@triton.jit
-def _place(HEADS_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(block of tokens, head, heads) of a program. Heads first: programs that run at a time share their tokens."""
-    if HEADS_FIRST:
-        return tl.program_id(1), tl.program_id(0), tl.num_programs(0)
-    else:
-        return tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+from .forms import GatherTile
 
 
 # Lengths must not cause a new compilation, whatever they are multiples of.
-@triton.jit(do_not_specialize=["heads_per_kv", "length"])
+@triton.jit(do_not_specialize=["heads_per_kv", "length", "stride_perm"])
 def gather_moments_kernel(  # type: ignore[no-untyped-def]
     tokens, perm, ordered, mean, variance,
     stride_b, stride_h, stride_l, stride_d, stride_perm,
     heads_per_kv, length,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_PERM: tl.constexpr, VARIANCE: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    HAS_PERM: tl.constexpr, VARIANCE: tl.constexpr, ONE_PASS: tl.constexpr,
 ):  # fmt: skip
-    block, head, heads = _place(HEADS_FIRST)
+    # The parts of the channels of a block run side by side.
+    PARTS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
+    block, head, heads = tl.program_id(0) // PARTS, tl.program_id(1), tl.num_programs(1)
     batch = tl.program_id(2)
     batch_head = batch.to(tl.int64) * heads + head
     o_l = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    o_d = tl.arange(0, BLOCK_D)
+    o_d = (tl.program_id(0) % PARTS) * BLOCK_D + tl.arange(0, BLOCK_D)
     row_mask = o_l < length
     mask = row_mask[:, None] & (o_d < HEAD_DIM)[None, :]
     if HAS_PERM:
@@ -50,10 +42,25 @@ def gather_moments_kernel(  # type: ignore[no-untyped-def]
         tl.store(target, rows, mask=mask)
     count = tl.minimum(length - block * BLOCK_SIZE, BLOCK_SIZE).to(tl.float32)
     values = rows.to(tl.float32)
-    b_mean = tl.sum(values, 0) / count
     moments = (batch_head * tl.cdiv(length, BLOCK_SIZE) + block) * HEAD_DIM + o_d
-    tl.store(mean + moments, b_mean, mask=o_d < HEAD_DIM)
-    if VARIANCE:
+    if VARIANCE and ONE_PASS:
+        # E[x²] - E[x]² of the distances to the first token: that lies within sqrt(n) standard deviations of the mean
+        # of n tokens, so no more than a factor n of the rounding error is left.
+        if HAS_PERM:
+            first = tl.load(perm + batch_head * stride_perm + block * BLOCK_SIZE).to(tl.int64)
+        else:
+            first = (block * BLOCK_SIZE).to(tl.int64)
+        b_first = tl.load(base + first * stride_l + o_d.to(tl.int64) * stride_d, mask=o_d < HEAD_DIM, other=0.0)
+        b_first = b_first.to(tl.float32)
+        values = tl.where(row_mask[:, None], values - b_first[None, :], 0.0)
+        b_mean = tl.sum(values, 0) / count
+        b_square = tl.sum(values * values, 0) / count
+        tl.store(mean + moments, b_first + b_mean, mask=o_d < HEAD_DIM)
+        tl.store(variance + moments, tl.maximum(b_square - b_mean * b_mean, 0.0), mask=o_d < HEAD_DIM)
+    else:
+        b_mean = tl.sum(values, 0) / count
+        tl.store(mean + moments, b_mean, mask=o_d < HEAD_DIM)
+    if VARIANCE and not ONE_PASS:
         # From the mean: E[x²] - E[x]² cancels badly under a channel bias.
         centred = tl.where(mask, values - b_mean[None, :], 0.0)
         tl.store(variance + moments, tl.sum(centred * centred, 0) / count, mask=o_d < HEAD_DIM)
@@ -65,7 +72,7 @@ def gather_moments_triton(
     *,
     block_size: int,
     variance: bool,
-    heads_first: bool = False,
+    tile: GatherTile,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Same meaning as the op in `fused.py`; `block_size` a power of two in [16, 128]."""
     batch, kv_heads, length, dim = tokens.shape
@@ -76,30 +83,27 @@ def gather_moments_triton(
     blocks = triton.cdiv(length, block_size)
     mean = tokens.new_empty((batch, heads, blocks, dim), dtype=torch.float32)
     squares = torch.empty_like(mean) if variance else mean.new_empty(0)
-    padded_dim = max(16, triton.next_power_of_2(dim))
-    heads_first &= blocks < _MAX_SECOND_AXIS
+    channels = min(tile.channels, max(16, triton.next_power_of_2(dim)))
+    # Warps of small blocks: as many values for each thread as in a block of 128 tokens of 128 channels.
+    num_warps = max(1, tile.num_warps * block_size * channels // (128 * min(tile.channels, 128)))
     with torch.cuda.device_of(tokens):
-        gather_moments_kernel[_grid(blocks, heads, batch, heads_first)](
+        gather_moments_kernel[blocks * triton.cdiv(dim, channels), heads, batch](
             tokens, perm, ordered, mean, squares, *tokens.stride(), length if per_head else 0,
             heads // kv_heads, length,
-            BLOCK_SIZE=block_size, HEAD_DIM=dim, BLOCK_D=padded_dim, HAS_PERM=perm is not None, VARIANCE=variance,
-            HEADS_FIRST=heads_first, num_warps=8 if block_size * padded_dim > 8192 else 4,
+            BLOCK_SIZE=block_size, HEAD_DIM=dim, BLOCK_D=channels, HAS_PERM=perm is not None, VARIANCE=variance,
+            ONE_PASS=tile.one_pass, num_warps=num_warps,
         )  # fmt: skip
     return ordered, mean, squares
 
 
-def _grid(blocks: int, heads: int, batch: int, heads_first: bool) -> tuple[int, int, int]:
-    return (heads, blocks, batch) if heads_first else (blocks, heads, batch)
-
-
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "stride_perm"])
 def scatter_tokens_kernel(  # type: ignore[no-untyped-def]
     tokens, perm, out,
     stride_b, stride_h, stride_l, stride_d, stride_ob, stride_oh, stride_ol, stride_od, stride_perm,
     length,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    block, head, heads = _place(HEADS_FIRST)
+    block, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch = tl.program_id(2)
     batch_head = batch.to(tl.int64) * heads + head
     o_l = block * ROWS + tl.arange(0, ROWS)
@@ -112,16 +116,15 @@ def scatter_tokens_kernel(  # type: ignore[no-untyped-def]
     tl.store(places, tl.load(rows, mask=mask, other=0.0), mask=mask)
 
 
-def scatter_tokens_triton(tokens: torch.Tensor, perm: torch.Tensor, *, heads_first: bool = False) -> torch.Tensor:
+def scatter_tokens_triton(tokens: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
     """Same meaning as `ordering.undo_order`; the result (B, H, L, D) lies in memory as (B, L, H, D)."""
     batch, heads, length, dim = tokens.shape
     out = tokens.new_empty((batch, length, heads, dim)).transpose(1, 2)
     perm = perm.contiguous()
     rows = 64
-    heads_first &= triton.cdiv(length, rows) < _MAX_SECOND_AXIS
     with torch.cuda.device_of(tokens):
-        scatter_tokens_kernel[_grid(triton.cdiv(length, rows), heads, batch, heads_first)](
+        scatter_tokens_kernel[triton.cdiv(length, rows), heads, batch](
             tokens, perm, out, *tokens.stride(), *out.stride(), length if perm.dim() == 3 else 0, length,
-            ROWS=rows, HEAD_DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), HEADS_FIRST=heads_first, num_warps=4,
+            ROWS=rows, HEAD_DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), num_warps=4,
         )  # fmt: skip
     return out

@@ -13,7 +13,7 @@ import torch
 from diffsieve.errors import UserInputError
 
 from ..orders import frame_hilbert_order, hilbert_order, inverse_order, raster_order
-from . import fused_selection
+from . import forms
 from .norm_sort import mean_key, sort_keys, sort_windows, token_norms
 
 __all__ = ["CANDIDATE_ORDERS", "TokenOrders", "default_window", "gather_tokens", "token_orders", "undo_order"]
@@ -22,6 +22,7 @@ CANDIDATE_ORDERS = ("raster", "frame_hilbert", "hilbert", "hilbert_window", "nor
 """Names of the orders; the index is the id in order tables, and an earlier one is cheaper."""
 
 _WINDOW, _NORM_SORT = CANDIDATE_ORDERS.index("hilbert_window"), CANDIDATE_ORDERS.index("norm_sort")
+_MAX_COUNTED_WINDOW = 8_192
 NEEDS_GRID = ("frame_hilbert", "hilbert", "hilbert_window")
 
 Grid = tuple[int, int, int]
@@ -49,6 +50,7 @@ def token_orders(
     block_size: int = 128,
     window: int | None = None,
     descending: bool = True,
+    fused: bool = False,
 ) -> TokenOrders:
     """Build the permutations of queries and keys.
 
@@ -69,6 +71,7 @@ def token_orders(
         block_size: tokens per block.
         window: tokens per sorting window, a multiple of `block_size`; `None` for `default_window`.
         descending: sort from the largest norm down, so that a short last block holds the coldest keys.
+        fused: order windows by Triton kernels where these are faster; see `fused.fuses`.
 
     Returns:
         `TokenOrders`; with a tensor of ids both permutations are (B, H, L).
@@ -82,8 +85,8 @@ def token_orders(
     length = key.shape[2]
     window = default_window(length, block_size) if window is None else window
     if isinstance(orders, str):
-        return _uniform_orders(query, key, grid_thw, orders, window, descending)
-    return _per_head_orders(query, key, grid_thw, orders, window, descending)
+        return _uniform_orders(query, key, grid_thw, orders, window, descending, fused)
+    return _per_head_orders(query, key, grid_thw, orders, window, descending, fused)
 
 
 def gather_tokens(tokens: torch.Tensor, perm: torch.Tensor | None) -> torch.Tensor:
@@ -173,7 +176,13 @@ def _check_orders(
 
 
 def _uniform_orders(
-    query: torch.Tensor, key: torch.Tensor, grid_thw: Grid | None, order: str, window: int, descending: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    grid_thw: Grid | None,
+    order: str,
+    window: int,
+    descending: bool,
+    fused: bool,
 ) -> TokenOrders:
     if order == "raster":
         return TokenOrders(None, None)
@@ -183,15 +192,21 @@ def _uniform_orders(
     base = _order_table(grid_thw, key.shape[2], key.device)[CANDIDATE_ORDERS.index(order)]
     if order != "hilbert_window":
         return TokenOrders(base, base)
-    return TokenOrders(base, _window_order(key, base, window, descending))
+    return TokenOrders(base, _window_order(key, base, window, descending, fused))
 
 
 def _per_head_orders(
-    query: torch.Tensor, key: torch.Tensor, grid_thw: Grid | None, orders: torch.Tensor, window: int, descending: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    grid_thw: Grid | None,
+    orders: torch.Tensor,
+    window: int,
+    descending: bool,
+    fused: bool,
 ) -> TokenOrders:
     length = query.shape[2]
     frames, height, width = (0, 0, length) if grid_thw is None else grid_thw
-    perms = _head_orders_op(query, key, orders, frames, height, width, window, descending)
+    perms = _head_orders_op(query, key, orders, frames, height, width, window, descending, fused)
     return TokenOrders(*perms.unbind(0))
 
 
@@ -208,11 +223,12 @@ def _head_orders_op(
     width: int,
     window: int,
     descending: bool,
+    fused: bool,
 ) -> torch.Tensor:
     """Permutations of the queries and of the keys, (2, B, H, L), contiguous."""
     table = _table(frames, height, width, key.device)
     if orders.device.type == "cpu":  # reading it makes nobody wait
-        return _sort_known_heads(query, key, orders.tolist(), table, window, descending)
+        return _sort_known_heads(query, key, orders.tolist(), table, window, descending, fused)
     return _sort_all_heads(query, key, orders, table, window, descending)
 
 
@@ -222,7 +238,13 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 def _sort_known_heads(
-    query: torch.Tensor, key: torch.Tensor, orders: list[int], table: torch.Tensor, window: int, descending: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    orders: list[int],
+    table: torch.Tensor,
+    window: int,
+    descending: bool,
+    fused: bool,
 ) -> torch.Tensor:
     """Sort the heads whose order depends on their tokens, and no others, those of one order in one sort."""
     batch, heads, length = query.shape[:3]
@@ -233,16 +255,15 @@ def _sort_known_heads(
     key_rows = list(query_rows)
     windowed, by_norm = ([head for head, order in enumerate(orders) if order == kind] for kind in (_WINDOW, _NORM_SORT))
     if windowed:
-        in_kernel = fused_selection.LEAN and fused_selection.sorts(key, window)
-        sort = _window_orders_in_kernel if in_kernel else _window_order
         keys = torch.stack([key[:, head // group] for head in windowed], dim=1)
-        for head, row in zip(windowed, sort(keys, rows[_WINDOW], window, descending).unbind(1), strict=True):
+        found = _window_order(keys, rows[_WINDOW], window, descending, fused)
+        for head, row in zip(windowed, found.unbind(1), strict=True):
             key_rows[head] = row
     if by_norm:
         tokens = [query[:, head] for head in by_norm] + [key[:, head // group] for head in by_norm]
-        found = sort_windows(token_norms(torch.stack(tokens, dim=1)), length, descending).unbind(1)
+        sorts = sort_windows(token_norms(torch.stack(tokens, dim=1)), length, descending).unbind(1)
         for number, head in enumerate(by_norm):
-            query_rows[head], key_rows[head] = found[number], found[len(by_norm) + number]
+            query_rows[head], key_rows[head] = sorts[number], sorts[len(by_norm) + number]
     perms = table.new_empty((2, batch, heads, length))
     torch.stack(query_rows, dim=1, out=perms[0])
     torch.stack(key_rows, dim=1, out=perms[1])
@@ -270,18 +291,28 @@ def _sort_all_heads(
     return base.gather(-1, torch.sort(keys, dim=-1, stable=True).indices)
 
 
-def _window_order(key: torch.Tensor, curve: torch.Tensor, window: int, descending: bool) -> torch.Tensor:
+def _window_order(key: torch.Tensor, curve: torch.Tensor, window: int, descending: bool, fused: bool) -> torch.Tensor:
     """The curve (L,) with the keys of every window sorted by their distance from the mean key, (B, H, L)."""
+    # Every token of a window is compared with all others of it: not for windows of any size.
+    if fused and forms.FORMS.windows is not None and window <= _MAX_COUNTED_WINDOW:
+        found: torch.Tensor = _window_order_op(key, mean_key(key), curve, window, descending)
+        return found
     return curve[sort_windows(token_norms(key, mean_key(key)).index_select(-1, curve), window, descending)]
 
 
-def _window_orders_in_kernel(key: torch.Tensor, curve: torch.Tensor, window: int, descending: bool) -> torch.Tensor:
-    """`_window_order`, without fp32 copies of the keys; one launch per head."""
-    from .norm_sort_triton import window_order_triton
+@torch.library.custom_op("diffsieve::window_order", mutates_args=())
+def _window_order_op(
+    key: torch.Tensor, centre: torch.Tensor, curve: torch.Tensor, window: int, descending: bool
+) -> torch.Tensor:
+    from .windows_triton import window_orders_triton
 
-    centre = mean_key(key)
-    parts = zip(key.split(1, dim=1), centre.split(1, dim=1), strict=True)
-    return torch.cat([window_order_triton(x, c, curve, window, descending=descending) for x, c in parts], dim=1)
+    tile = forms.FORMS.windows or forms.WindowTile()
+    return window_orders_triton(key, centre, curve, window, descending=descending, tile=tile)
+
+
+@_window_order_op.register_fake
+def _(key: torch.Tensor, centre: torch.Tensor, curve: torch.Tensor, *_: object) -> torch.Tensor:
+    return curve.new_empty(key.shape[:3])
 
 
 def _order_table(grid_thw: Grid | None, length: int, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-__all__ = ["block_mask", "kept_blocks", "select_blocks", "select_blocks_top_p"]
+__all__ = ["block_mask", "kept_blocks", "select_blocks", "select_blocks_top_p", "skipped_blocks"]
 
 
 def kept_blocks(num_blocks: int, density: float) -> int:
@@ -71,3 +71,19 @@ def block_mask(block_index: torch.Tensor, block_count: torch.Tensor | None, num_
     # One column more takes the ignored entries.
     mask = torch.zeros((*index.shape[:-1], num_blocks + 1), dtype=torch.bool, device=index.device)
     return mask.scatter_(-1, index, True)[..., :num_blocks]
+
+
+def skipped_blocks(
+    block_index: torch.Tensor, block_count: torch.Tensor | None, num_blocks: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """List what kept indices (..., K) with counts (...) leave out.
+
+    Returns:
+        int32 (..., num_blocks - K) and `None`; with counts int32 (..., num_blocks) and int32 (...), how many of its
+        entries are valid. Ascending.
+    """
+    mask = block_mask(block_index, block_count, num_blocks)
+    index = torch.sort(mask.to(torch.uint8), dim=-1, stable=True).indices.to(torch.int32)
+    if block_count is None:
+        return index[..., : num_blocks - block_index.shape[-1]], None
+    return index, num_blocks - block_count

@@ -1,0 +1,376 @@
+"""Steps of BA-Att around the attention kernel on a CUDA GPU, in every form and tile that `ba_att.forms` offers.
+
+    python benchmarks/ba_att_steps.py --out outputs/ba_att_steps
+
+Writes `ba_att_steps.json`. First each variant is checked against PyTorch, in a process of its own: one that fails is
+reported and not timed. Times are medians of CUDA graphs in ms, without the host's time; "floor" is the time that the
+bytes of a step (its arithmetic, for the centroids) take at best on an H200: 4.2 TB/s, 600 TFLOP/s.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from diffsieve.kernels import ba_att, testing
+from diffsieve.kernels.ba_att import forms
+from diffsieve.kernels.ba_att.centroids import add_centroids, add_skipped_fused
+from diffsieve.kernels.ba_att.forms import CentroidTile, Forms, GatherTile, ScoreTile, WindowTile
+from diffsieve.kernels.ba_att.fused import gather_with_means, gather_with_statistics, scatter_tokens
+from diffsieve.kernels.ba_att.fused_selection import list_blocks_fused, score_blocks_fused, select_blocks_fused
+from diffsieve.kernels.ba_att.selection import skipped_blocks
+from diffsieve.kernels.block_sparse import block_sparse_attention
+
+GRIDS = [(21, 45, 80), (21, 30, 52)]
+SMALL_GRID = (15, 24, 25)
+HEADS, DIM, BLOCK = 12, 128, 128
+BANDWIDTH, RATE = 4.2e12, 600e12
+# Ids on the CPU, as the processors keep them.
+WINDOWS = torch.tensor([3, 3, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
+TABLES = {"static": torch.arange(HEADS) % 3, "two windows": WINDOWS, "all candidates": torch.arange(HEADS) % 5}
+HOW = {"beta": 0.5, "center_keys": True, "log_count": True, "second_order": True, "scale": DIM**-0.5}
+VARIANTS: dict[str, list[Any]] = {
+    "gather": [
+        GatherTile(), GatherTile(4), GatherTile(4, channels=64), GatherTile(2, channels=64), GatherTile(2, channels=32),
+        GatherTile(8, True), GatherTile(16, True), GatherTile(4, True), GatherTile(4, True, 64),
+        GatherTile(2, True, 64), GatherTile(8, True, 64), GatherTile(2, True, 32),
+    ],
+    "gather_means": [GatherTile(), GatherTile(4), GatherTile(4, channels=64), GatherTile(2, channels=64)],
+    "scores": [
+        None, ScoreTile(), ScoreTile(64, 64, 32, 4, 4), ScoreTile(64, 64, 32, 8, 3), ScoreTile(128, 64, 32, 8, 3),
+        ScoreTile(64, 64, 64, 4, 2), ScoreTile(64, 128, 32, 8, 3),
+    ],
+    "select_warps": [None, 1, 2, 4],
+    "windows": [None, WindowTile(), WindowTile(64, 64), WindowTile(128, 32), WindowTile(32, 32)],
+    "centroids": [
+        None, CentroidTile(), CentroidTile(registers=None), CentroidTile(128, 64, 8, 3, None),
+        CentroidTile(128, 128, 8, 3, None), CentroidTile(128, 32, 4, 3, None), CentroidTile(64, 64, 4, 3, 168),
+        CentroidTile(64, 32, 4, 3, None), CentroidTile(64, 32, 4, 3, 128), CentroidTile(128, 32, 8, 5, 128),
+        CentroidTile(64, 32, 4, 5, 128),
+    ],
+}  # fmt: skip
+
+
+class Problem:
+    """One call of BA-Att, stopped before each step; every input of a step comes from PyTorch or from kernels in use."""
+
+    def __init__(self, grid: tuple[int, int, int], density: float = 0.5) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        shape = (1, math.prod(grid), HEADS, DIM)
+        # Blocks that differ: tokens near each other are alike.
+        base = torch.randn((1, -(-shape[1] // 60), HEADS, DIM), generator=generator, device="cuda")
+        base = base.repeat_interleave(60, dim=1)[:, : shape[1]]
+        noise = [torch.randn(shape, generator=generator, device="cuda") for _ in range(3)]
+        tensors = [(0.5 * base + x).bfloat16().transpose(1, 2) for x in noise]
+        self.query, self.key, self.value = tensors
+        self.grid = grid
+        self.order = ba_att.token_orders(*tensors[:2], grid_thw=grid, orders=TABLES["static"], block_size=BLOCK)
+        self.q, self.q_stats = gather_with_statistics(self.query, self.order.query, BLOCK, fused=False)
+        self.k, self.k_stats = gather_with_statistics(self.key, self.order.key, BLOCK, fused=False)
+        self.v, self.v_mean = gather_with_means(self.value, self.order.key, BLOCK, fused=False)
+        self.scores = ba_att.residual_scores(self.q_stats, self.k_stats, **HOW)
+        self.set_density(density)
+
+    def set_density(self, density: float) -> None:
+        blocks = self.scores.shape[-1]
+        self.kept = ba_att.kept_blocks(blocks, density)
+        self.index = ba_att.select_blocks(self.scores, self.kept)
+        self.mask = ba_att.block_mask(self.index, None, blocks)
+        self.skipped, _ = skipped_blocks(self.index, None, blocks)
+        self.skipped = self.skipped.contiguous()
+        self.attend = partial(
+            block_sparse_attention, self.q, self.k, self.v, self.index, block_size=BLOCK, return_lse=True
+        )
+        self.out, self.lse = self.attend()
+
+    def step(self, field: str, value: Any) -> Callable[[], Any]:
+        """The call that a form of a step is made of."""
+        if field == "gather":
+            return lambda: gather_with_statistics(self.query, self.order.query, BLOCK, fused=True)
+        if field == "gather_means":
+            return lambda: gather_with_means(self.value, self.order.key, BLOCK, fused=True)
+        if field == "scores":
+            return lambda: score_blocks_fused("residual", self.q_stats, self.k_stats, **HOW)
+        if field == "select_warps" and value is None:
+            return lambda: select_blocks_fused(self.scores, self.kept, return_mask=True)
+        if field == "select_warps":
+            return lambda: list_blocks_fused(self.scores, self.kept, return_skipped=True)
+        if field == "windows":
+            return partial(self.orders, WINDOWS)
+        attended = (self.out, self.lse, self.q, self.k_stats.mean, self.v_mean)
+        options = {"block_size": BLOCK, "scale": DIM**-0.5}
+        if value is None:
+            sizes = (self.k_stats.size, self.mask)
+            return lambda: scatter_tokens(
+                add_centroids(*attended, *sizes, **options, fused=True)[0], self.order.query, fused=True
+            )
+        return lambda: add_skipped_fused(*attended, self.skipped, None, self.order.query, **options)[0]
+
+    def orders(self, table: torch.Tensor) -> ba_att.TokenOrders:
+        return ba_att.token_orders(self.query, self.key, grid_thw=self.grid, orders=table, block_size=BLOCK, fused=True)
+
+    def whole(self, table: str, density: float, **extra: Any) -> Any:
+        return ba_att.ba_attention(
+            self.query, self.key, self.value, grid_thw=self.grid, orders=TABLES[table], density=density,
+            block_size=BLOCK, compensate="centroid", score="residual", **extra,
+        )  # fmt: skip
+
+    def difference(self, field: str, value: Any) -> float:
+        """How far a form is off, in units of what is allowed."""
+        with testing.poisoned_memory():
+            got = self.step(field, value)()
+            again = self.step(field, value)()
+        pairs = zip(_tensors(got), _tensors(again), strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs):
+            return math.inf
+        if field in ("gather", "gather_means"):
+            tokens, moments = (self.q, self.q_stats[:2]) if field == "gather" else (self.v, [self.v_mean])
+            same = torch.equal(got[0], tokens)
+            found = got[1][:2] if field == "gather" else [got[1]]
+            off = max(float((a - b).abs().max()) for a, b in zip(found, moments, strict=True))
+            return off / 2e-5 if same else math.inf
+        if field == "scores":
+            return float((got - self.scores).abs().max()) / 5e-4
+        if field == "select_warps":
+            wanted = (self.index, self.mask if value is None else self.skipped)
+            return 0.0 if all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)) else math.inf
+        if field == "windows":
+            plain = ba_att.token_orders(self.query, self.key, grid_thw=self.grid, orders=WINDOWS, block_size=BLOCK)
+            valid = torch.equal(got.key.sort(-1).values, plain.key.sort(-1).values)
+            off = (got.key != plain.key).float().mean().item()
+            return off / 0.01 if valid and torch.equal(got.query, plain.query) else math.inf
+        sizes = (self.k_stats.size, self.mask)
+        exact, _ = add_centroids(
+            self.out.float(), self.lse, self.q.float(), self.k_stats.mean, self.v_mean, *sizes, block_size=BLOCK,
+            scale=DIM**-0.5,
+        )  # fmt: skip
+        exact = scatter_tokens(exact, self.order.query, fused=False)
+        off = ((got.float() - exact).norm() / exact.norm()).item()
+        return off / 4e-3 if bool(got.isfinite().all()) else math.inf
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [x for part in result for x in ([part] if isinstance(part, torch.Tensor) else list(part))]
+
+
+def name_of(value: Any) -> str:
+    return "in use" if value is None else str(value)
+
+
+def with_form(field: str, value: Any) -> Forms:
+    return Forms()._replace(**{field: value})
+
+
+def check(field: str, number: int) -> None:
+    """Compile one variant and compare it with PyTorch, on few tokens and on the shapes that it compiles anew for."""
+    value = VARIANTS[field][number]
+    forms.FORMS = with_form(field, value)
+    problem = Problem(SMALL_GRID)
+    found = {"off": problem.difference(field, value)}
+    if field == "select_warps":  # kernels of the padded number of blocks; ties
+        for blocks in (591, 256):
+            problem.scores = torch.randn(1, HEADS, blocks, blocks, device="cuda").mul_(4).round_()
+            problem.kept = ba_att.kept_blocks(blocks, 0.5)
+            problem.index = ba_att.select_blocks(problem.scores, problem.kept)
+            problem.mask = ba_att.block_mask(problem.index, None, blocks)
+            problem.skipped, _ = skipped_blocks(problem.index, None, blocks)
+            found["off"] = max(found["off"], problem.difference(field, value))
+    if field == "centroids" and value is not None:  # weights that overflow without the running maximum
+        problem.lse = problem.lse - 300.0
+        found["off with a restart"] = problem.difference(field, value)
+    print(json.dumps(found))
+
+
+def check_all() -> dict[str, dict[str, Any]]:
+    """By step and variant, what its own process found: {"off": ...} in units of what is allowed, or {"failed": ...}."""
+
+    def one(task: tuple[str, int]) -> dict[str, Any]:
+        command = [sys.executable, __file__, "--check", task[0], str(task[1])]
+        try:
+            run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+        except subprocess.TimeoutExpired:
+            return {"failed": "no result within 90 s"}
+        if run.returncode:
+            return {"failed": run.stderr[-600:]}
+        found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+        return found if max(found.values()) <= 1 else {"failed": found}
+
+    tasks = [(field, number) for field, values in VARIANTS.items() for number in range(len(values))]
+    with ThreadPoolExecutor(max(2, min(14, (os.cpu_count() or 2) - 2))) as pool:
+        results = list(pool.map(one, tasks))
+    found: dict[str, dict[str, Any]] = {field: {} for field in VARIANTS}
+    for (field, number), result in zip(tasks, results, strict=True):
+        found[field][name_of(VARIANTS[field][number])] = result
+    return found
+
+
+def milliseconds(call: Callable[[], object], rep: int = 12) -> float:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return round(triton.testing.do_bench_cudagraph(call, rep=rep, return_mode="median"), 4)
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:  # the others are still worth measuring
+        return {"failed": f"{type(error).__name__}: {str(error)[:600]}"}
+
+
+def floors(grid: tuple[int, int, int]) -> dict[str, float]:
+    """Least ms of each step: every tensor of tokens read once and written once."""
+    length, blocks = math.prod(grid), -(-math.prod(grid) // BLOCK)
+    tensor, pairs = 2 * HEADS * length * DIM, HEADS * blocks * blocks
+    moved = {
+        "gather": 2 * tensor, "gather_means": 2 * tensor, "scores": 4 * pairs, "select_warps": 8 * pairs,
+        "windows": 2 * 2 * length * DIM + 2 * 8 * HEADS * length, "centroids": 3 * tensor,
+    }  # fmt: skip
+    found = {name: 1e3 * size / BANDWIDTH for name, size in moved.items()}
+    half = 1e3 * 2 * HEADS * length * blocks * DIM / RATE  # half of the blocks
+    found["centroids"] = max(found["centroids"], half)
+    return {name: round(x, 4) for name, x in found.items()}
+
+
+def time_steps(problem: Problem, checked: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for field, values in VARIANTS.items():
+        found[field] = {}
+        for value in values:
+            if "failed" in checked[field][name_of(value)]:
+                continue
+            forms.FORMS = with_form(field, value)
+            call = problem.step(field, value)
+            found[field][name_of(value)] = attempt(lambda call=call: milliseconds(call))
+    forms.FORMS = Forms()
+    centroids = {}
+    for density in (0.25, 0.1):  # more blocks to stand in for
+        problem.set_density(density)
+        for value in VARIANTS["centroids"]:
+            if "failed" not in checked["centroids"][name_of(value)]:
+                forms.FORMS = with_form("centroids", value)
+                call = problem.step("centroids", value)
+                centroids[f"{1 - density:.0%} skipped, {name_of(value)}"] = attempt(
+                    lambda call=call: milliseconds(call)
+                )
+    forms.FORMS = Forms()
+    found["centroids at other densities"] = centroids
+    keys = torch.stack([problem.key[:, 0], problem.key[:, 1]], dim=1)
+    found["parts of the windows"] = {
+        "stack two heads": milliseconds(lambda: torch.stack([problem.key[:, 0], problem.key[:, 1]], dim=1)),
+        "their mean key": milliseconds(lambda: keys.mean(dim=2, keepdim=True, dtype=torch.float32)),
+        "static order": milliseconds(partial(problem.orders, TABLES["static"])),
+    }
+    return found
+
+
+def best_forms(times: dict[str, dict[str, Any]]) -> Forms:
+    best = {}
+    for field, values in VARIANTS.items():
+        timed = [(times[field].get(name_of(value)), number) for number, value in enumerate(values)]
+        ranked = sorted(x for x in timed if isinstance(x[0], float))
+        if ranked:
+            best[field] = values[ranked[0][1]]
+    if best.get("select_warps") is None or best.get("centroids") is None:  # the two go together
+        best["select_warps"] = best["centroids"] = None
+    return Forms(**best)
+
+
+def time_calls(problem: Problem, chosen: dict[str, Forms]) -> dict[str, Any]:
+    """The whole call and the attention kernel alone, by share of skipped blocks."""
+    found: dict[str, Any] = {}
+    for density in (0.5, 0.25, 0.1):
+        row: dict[str, Any] = {}
+        problem.set_density(density)
+        row["attention kernel alone"] = attempt(lambda: milliseconds(problem.attend, 40))
+        for table in TABLES:
+            for name, form in chosen.items():
+                forms.FORMS = form
+                call = partial(problem.whole, table, density)
+                row[f"call, {table}, {name}"] = attempt(lambda call=call: milliseconds(call, 40))
+        forms.FORMS = chosen["best"]
+        row["best against in use"] = attempt(partial(_distance, problem, density, chosen))
+        _, info = problem.whole("static", density, return_info=True)
+        found[f"{1 - density:.0%} skipped"] = row | {"backend": info.backend}
+    forms.FORMS = Forms()
+    return found
+
+
+def _distance(problem: Problem, density: float, chosen: dict[str, Forms]) -> dict[str, float]:
+    outs, lists = [], []
+    for form in chosen.values():
+        forms.FORMS = form
+        out, info = problem.whole("two windows", density, return_info=True)
+        outs.append(out.float())
+        lists.append(info.block_index)
+    other = (lists[0] != lists[-1]).any(-1).float().mean().item()
+    return {"error": ((outs[0] - outs[-1]).norm() / outs[0].norm()).item(), "rows with other blocks": other}
+
+
+def time_calibration(problem: Problem, half: bool) -> float:
+    forms.FORMS = Forms(half_logits=half)
+    call = partial(
+        ba_att.calibrate_orders, problem.query, problem.key, grid_thw=problem.grid, density=0.5, block_size=BLOCK,
+        score="residual",
+    )  # fmt: skip
+    found: float = triton.testing.do_bench(call, warmup=5, rep=40, return_mode="median")
+    forms.FORMS = Forms()
+    return round(found, 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for ba_att_steps.json")
+    parser.add_argument("--check", nargs=2, metavar=("STEP", "NUMBER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.check:
+        check(options.check[0], int(options.check[1]))
+        return
+    if options.out is None:
+        parser.error("--out must name a folder")
+    options.out.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    report: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
+        "command": " ".join(["python", *sys.argv]),
+        "checked": check_all(),
+        "rows": [],
+    }
+
+    def save(what: object) -> None:
+        report["seconds"] = round(time.monotonic() - started, 1)
+        partial_file = options.out / ".ba_att_steps.json.part"
+        partial_file.write_text(json.dumps(report, indent=1) + "\n")
+        partial_file.replace(options.out / "ba_att_steps.json")
+        print(json.dumps(what), flush=True)
+
+    save({step: {name: x for name, x in found.items() if "failed" in x} for step, found in report["checked"].items()})
+    chosen = {"in use": Forms()}
+    for grid in GRIDS:
+        problem = Problem(grid)
+        row: dict[str, Any] = {"grid_thw": grid, "tokens": math.prod(grid), "floor_ms": floors(grid)}
+        report["rows"].append(row)
+        row["steps_ms"] = time_steps(problem, report["checked"])
+        chosen.setdefault("best", best_forms(row["steps_ms"]))  # of the first grid, for both
+        report["best"] = {field: name_of(value) for field, value in chosen["best"]._asdict().items()}
+        save(row)
+        row["call_ms"] = time_calls(problem, chosen)
+        row["calibration_ms"] = {str(half): attempt(partial(time_calibration, problem, half)) for half in (False, True)}
+        save({"best": report["best"], "call_ms": row["call_ms"], "calibration_ms": row["calibration_ms"]})
+
+
+if __name__ == "__main__":
+    main()

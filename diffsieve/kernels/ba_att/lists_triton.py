@@ -1,0 +1,70 @@
+"""The choice of blocks in Triton: the scores are read once, nothing is sorted, kept and skipped blocks are listed.
+
+Legend: COLUMNS is the number of key blocks, padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_key", "kept"])
+def list_blocks_kernel(  # type: ignore[no-untyped-def]
+    scores, kept_index, skipped_index, num_key, kept, COLUMNS: tl.constexpr, STORE_SKIPPED: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    o_n = tl.arange(0, COLUMNS)
+    column = o_n < num_key
+    b_s = tl.load(scores + row * num_key + o_n, mask=column, other=0.0)
+    # Unsigned integers that ascend with the scores, above 0. -0 becomes 0, which it equals; NaN becomes the largest.
+    b_s = tl.where(b_s == 0.0, 0.0, b_s)
+    bits = b_s.to(tl.int32, bitcast=True)
+    signed = tl.where(b_s != b_s, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    keys = (signed ^ -0x80000000).to(tl.uint32, bitcast=True)
+    keys = tl.where(column, keys, tl.full([COLUMNS], 0, tl.uint32))
+    # The largest threshold that `kept` keys reach is the smallest key kept: bit by bit from the highest, and no further
+    # than to a threshold that no more than `kept` keys reach.
+    threshold = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    reached = num_key + 0
+    while (bit != 0) & (reached != kept):
+        higher = threshold | bit
+        count = tl.sum((keys >= higher).to(tl.int32), 0)
+        threshold = tl.where(count >= kept, higher, threshold)
+        reached = tl.where(count >= kept, count, reached)
+        bit = bit >> 1
+    above, equal = (keys > threshold) & column, (keys == threshold) & column
+    # What equals the threshold fills the list from the lowest index up. One scan counts both, in halves of a word.
+    left = kept - tl.sum(above.to(tl.int32), 0)
+    counts = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+    so_far = (counts & 0xFFFF) + tl.minimum(counts >> 16, left)  # kept blocks up to here, this one included
+    taken = above | (equal & ((counts >> 16) <= left))
+    tl.store(kept_index + row * kept + so_far - 1, o_n, mask=taken)
+    if STORE_SKIPPED:
+        tl.store(skipped_index + row * (num_key - kept) + o_n - so_far, o_n, mask=column & (taken == 0))
+
+
+def list_blocks_triton(
+    scores: torch.Tensor, kept: int, *, return_skipped: bool, num_warps: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Same meaning as `selection.select_blocks` of fp32 scores (..., Nk), Nk at most 16,384.
+
+    Args:
+        num_warps: per 1,024 blocks.
+
+    Returns:
+        int32 (..., kept), ascending; the other blocks, int32 (..., Nk - kept), ascending, or empty unless asked for.
+    """
+    scores = scores.contiguous()
+    num_key = scores.shape[-1]
+    index = scores.new_empty((*scores.shape[:-1], kept), dtype=torch.int32)
+    skipped = scores.new_empty((*scores.shape[:-1], num_key - kept) if return_skipped else (0,), dtype=torch.int32)
+    columns = triton.next_power_of_2(num_key)
+    with torch.cuda.device_of(scores):
+        list_blocks_kernel[scores.numel() // num_key,](
+            scores, index, skipped, num_key, kept, COLUMNS=columns, STORE_SKIPPED=return_skipped,
+            num_warps=min(16, max(1, num_warps * columns // 1024)),
+        )  # fmt: skip
+    return index, skipped
