@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ..errors import UserInputError
 from ..kernels.ba_att import CANDIDATE_ORDERS, BAAttInfo, CustomSelection, ba_attention, calibrate_orders
-from ..kernels.block_sparse import dense_attention
+from ..kernels.block_sparse import choose_backend, dense_attention
 from .calibration import FALLBACK_ORDER
 from .config import BAAttConfig
 from .families import Family, Grid
@@ -72,6 +72,7 @@ class BAAttProcessor:
         self._timer: StageTimer | None = None
         self._mask: BAAttInfo | None = None
         self._backend: str | None = None
+        self._backend_reason: str | None = None
         self._custom: CustomSelection | None = None
 
     def __repr__(self) -> str:
@@ -178,7 +179,9 @@ class BAAttProcessor:
         self._counters.add_(torch.stack([*pairs, sparse, dense, broken.long()]).to(self._counters.device))
         if self._record:
             self._mask = info
-        self._backend = info.backend
+        config = self.config
+        choice = choose_backend(query, key, block_size=config.block_size, backend=config.backend)
+        self._backend, self._backend_reason = choice.name, choice.reason
         attended = attended.transpose(1, 2)
         if self._from_raster is not None:
             attended = attended.index_select(1, self._from_raster)

@@ -148,7 +148,8 @@ class SparseController:
         measure = device.type == "cpu" or (device.type == "cuda" and self.config.measure_time)
         self._timer = StageTimer(device) if measure else None
         for layer in self.layers:
-            layer.processor._timer, layer.processor._backend = self._timer, None
+            layer.processor._timer = self._timer
+            layer.processor._backend = layer.processor._backend_reason = None
             layer.processor._counters.zero_()
             layer.processor._recall.zero_()
         self.warmup_too_long = steps is not None and warmup_steps >= steps

@@ -51,6 +51,7 @@ class SparsitySummary:
         steps: Per step and transformer.
         dense_reasons: Number of dense attention calls (a layer in one forward) by reason.
         backend: Name of the sparse kernel that ran, None if none did.
+        backend_reason: Why that one, None if none ran.
         dense_backend: Name of the sparse kernel that did dense calls with all blocks listed, where that is faster than
             PyTorch's attention; None where the model's own processors did them.
         step_source: Where the step numbers came from: "context", "scheduler" or "timestep".
@@ -72,6 +73,7 @@ class SparsitySummary:
     steps: tuple[StepSummary, ...]
     dense_reasons: dict[str, int]
     backend: str | None
+    backend_reason: str | None
     dense_backend: str | None
     step_source: str
     orders: dict[str, tuple[str, ...]]
@@ -112,7 +114,7 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary | LLSASumm
         if row.dense_calls:
             reason = row.reason or MASK
             reasons[reason] = reasons.get(reason, 0) + row.dense_calls
-    backends = [layer.processor._backend for c in active for layer in c.layers if layer.processor._backend]
+    ran = [layer.processor for c in active for layer in c.layers if layer.processor._backend]
     dense_backends = [layer.processor._dense_backend for c in active for layer in c.layers] if reasons else []
     seconds = _seconds(active)
     orders = {f"{c.name}.{layer}": names for c in active for layer, names in orders_of(c).items()}
@@ -127,7 +129,8 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary | LLSASumm
         layers=_by_layer(sparse_rows),
         steps=tuple(step for controller in active for step in _steps(controller.name, _rows(controller))),
         dense_reasons=reasons,
-        backend=next(iter(backends), None),
+        backend=ran[0]._backend if ran else None,
+        backend_reason=ran[0]._backend_reason if ran else None,
         dense_backend=next((name for name in dense_backends if name), None),
         step_source=clock.source,
         orders=orders,
@@ -173,7 +176,7 @@ def format_summary(summary: SparsitySummary) -> str:
         f"sparse attention: {summary.steps_total} steps, {summary.steps_dense} dense",
         f"  density overall       {_percent(summary.density_overall)} of the block pairs, warm-up included",
         f"  density sparse steps  {_percent(summary.density_sparse_steps)} (asked for {summary.target_density:.1%})",
-        f"  kernel                {summary.backend or 'none ran'}",
+        f"  kernel                {f'{summary.backend} ({summary.backend_reason})' if summary.backend else 'none ran'}",
     ]
     if summary.attention_seconds is not None and summary.selection_seconds is not None:
         lines.append(
