@@ -13,7 +13,7 @@ from .memory import memory_message
 from .options import DEBUG_KEY, PARAMETERS_KEY
 
 # Commands of one step: the module's `app` holds one command.
-_COMMANDS = ("generate", "compare", "eval", "capture", "bench", "app", "info")
+_COMMANDS = ("generate", "compare", "eval", "capture", "bench", "tune", "app", "info")
 # Commands with subcommands of their own: the module's `app` holds several.
 _GROUPS = ("study", "vbench", "train", "data", "weights")
 

@@ -16,7 +16,9 @@ from unittest import mock
 import torch
 
 # Shared memory that one program may use, in bytes: CUDA programming guide, technical specifications per capability.
-SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024}
+SHARED_MEMORY = {
+    80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024,
+}  # fmt: skip
 
 _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
@@ -182,10 +184,11 @@ def writes_under_products(code: str) -> list[str]:
 
 def _resources(ptx: str) -> tuple[int, int, list[str]]:
     """Registers per thread, bytes of spill stores and loads, and warnings of wgmma, from the assembler's report."""
-    target = re.search(r"\.target (sm_\w+)", ptx)
+    target = re.search(r"\.target (sm_(\d+)\w*)", ptx)
     assert target is not None
+    ptxas = "ptxas-blackwell" if int(target[2]) >= 100 else "ptxas"
     run = subprocess.run(
-        [_tool("ptxas"), "-v", f"-arch={target[1]}", "-o", "/dev/null", "-"],
+        [_tool(ptxas), "-v", f"-arch={target[1]}", "-o", "/dev/null", "-"],
         input=ptx, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if run.returncode != 0:

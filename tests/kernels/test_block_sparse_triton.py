@@ -8,6 +8,7 @@ import torch
 
 from diffsieve.kernels.block_sparse.tiles import TileConfig, select_tile
 from tests.kernels.cases import TRITON_CASES
+from tests.kernels.compiling import SHARED_MEMORY
 from tests.kernels.own_process import run_script
 
 pytestmark = pytest.mark.skipif(
@@ -39,10 +40,6 @@ def test_interpreted_lists_out_of_range_read_nothing_outside(interpreted):
 @pytest.mark.slow
 def test_interpreter_runs_only_when_asked_for(interpreted):
     assert interpreted["choices"] == {"auto": "torch", "triton": "triton"}
-
-
-# Shared memory that one program may use, in bytes: CUDA programming guide, technical specifications per capability.
-_SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024}
 
 
 def _compile(arch: int, dtype: str, dim: int, block_size: int, tile: TileConfig, descriptors: bool):
@@ -91,7 +88,7 @@ def test_compiles_without_a_gpu(arch, dtype, dim, block_size, descriptors):
         pytest.skip("TRITON_INTERPRET=1 replaces the compiler")
     tile = select_tile(divmod(arch, 10), dim, block_size, 4 if dtype == "fp32" else 2)
     compiled = _compile(arch, dtype, dim, block_size, tile, descriptors)
-    assert compiled.metadata.shared <= _SHARED_MEMORY[arch]
+    assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" in ptx) == (arch == 90)
     assert ("cp.async.bulk.tensor" in ptx) == descriptors

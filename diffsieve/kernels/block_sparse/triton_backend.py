@@ -17,7 +17,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .descriptors import allows_descriptor, descriptor_strides
-from .tiles import TileConfig, select_tile
+from .tiles import TileConfig, reads_shared, select_tile
+from .tuned_tiles import tuned_tile
 
 _LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -161,19 +162,21 @@ def block_sparse_attention_triton(
     """Same meaning as `reference.block_sparse_attention_reference`; the log-sum-exp is None unless asked for.
 
     Args:
-        tile: overrides the table of `tiles.py`.
-        use_descriptors: tensor descriptors (TMA) or plain pointers; by default descriptors where GPU and strides
-            allow them.
+        tile: overrides those that were tuned for this GPU (`tuned_tiles`) and the table of `tiles.py`.
+        use_descriptors: tensor descriptors (TMA) or plain pointers; by default descriptors where the strides allow
+            them and the tensor cores read shared memory. On others (sm_120) they would keep the queries in registers.
     """
     batch, heads, len_q, dim = query.shape
     kv_heads, len_k = key.shape[1:3]
     padded_dim = max(16, triton.next_power_of_2(dim))
     # The interpreter has no capability of its own: it runs the tiles of Hopper.
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (9, 0)
+    if tile is None and query.is_cuda:
+        tile = tuned_tile(query.device, triton.__version__, padded_dim, block_size, query.dtype)
     if tile is None:
         tile = select_tile(capability, padded_dim, block_size, query.element_size())
     if use_descriptors is None:
-        use_descriptors = capability >= (9, 0) and all(allows_descriptor(x) for x in (query, key, value))
+        use_descriptors = reads_shared(capability) and all(allows_descriptor(x) for x in (query, key, value))
 
     out = torch.empty_like(query)
     lse = query.new_empty((batch, heads, len_q), dtype=torch.float32) if return_lse else None
