@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ...errors import BackendUnavailableError, UserInputError
+from ..backends import HAS_TRITON, TRITON_DTYPES, BackendChoice, dtype_name, triton_obstacle
 from .fallbacks import FAILED
 from .rates import by_rate
 
 BACKENDS = ("auto", "reference", "torch", "triton", "hopper", "hopper-exact", "flash4")
 
-_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_TRITON_MAX_DIM = 256
 _HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 _HOPPER_DIMS = (64, 128)
-_USE_TORCH = 'use backend="torch" or "auto"'
-# Asked once: torch.compile of PyTorch 2.11 cannot trace the search.
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
-@dataclass(frozen=True)
-class BackendChoice:
-    """A backend and the reason for it.
-
-    Args:
-        name: one of `BACKENDS` but "auto".
-        reason: one line for a person.
-        passed_over: why the backend that is the fastest on this GPU was not taken; None where it was.
-    """
-
-    name: str
-    reason: str
-    passed_over: str | None = None
 
 
 def choose_backend(query: Tensor, key: Tensor, *, block_size: int, backend: str = "auto") -> BackendChoice:
@@ -72,7 +50,7 @@ def _choose_for(query: Tensor, block_size: int) -> BackendChoice:
         return BackendChoice(
             "torch", "fp32 has no tensor cores to gain from: triton runs it only when asked for by name"
         )
-    if not on_nvidia or query.dtype not in _TRITON_DTYPES:
+    if not on_nvidia or query.dtype not in TRITON_DTYPES:
         return BackendChoice("torch", f"triton {(_triton_obstacle(query, block_size) or '').split(';')[0]}")
     capability = torch.cuda.get_device_capability(query.device)
     passed_over = None
@@ -93,30 +71,10 @@ def _obstacle(name: str, query: Tensor, block_size: int) -> str | None:
 
 def _triton_obstacle(query: Tensor, block_size: int) -> str | None:
     """Why the Triton kernel cannot run these inputs, as "reason; what to do", or None."""
-    if query.device.type not in ("cuda", "cpu") or torch.version.hip is not None:
-        device = "ROCm" if torch.version.hip is not None else query.device.type
-        return f"needs an NVIDIA GPU, got {device} tensors; {_USE_TORCH}"
-    if not _HAS_TRITON:
-        return f"needs the package triton, which is not installed; pip install triton, or {_USE_TORCH}"
-    if query.dtype not in _TRITON_DTYPES:
-        names = ", ".join(dtype_name(dtype) for dtype in _TRITON_DTYPES)
-        return f"needs dtype {names}, got {dtype_name(query.dtype)}; cast the inputs, or {_USE_TORCH}"
-    if query.shape[-1] > _TRITON_MAX_DIM:
-        return f"needs a head dimension D <= {_TRITON_MAX_DIM}, got {query.shape[-1]}; {_USE_TORCH}"
+    wrong_block = None
     if block_size < 16 or block_size & (block_size - 1):
-        return f"needs a block_size that is a power of two, at least 16, got {block_size}; choose one, or {_USE_TORCH}"
-    if query.is_cuda:
-        capability = torch.cuda.get_device_capability(query.device)
-        if capability < (8, 0):
-            return f"needs a GPU of compute capability 8.0 or later, got {capability[0]}.{capability[1]}; {_USE_TORCH}"
-        return None
-    from .triton_backend import is_interpreted
-
-    if not is_interpreted():
-        return f"needs a CUDA GPU, got cpu tensors; move them, or {_USE_TORCH}"
-    if query.dtype == torch.bfloat16:
-        return f"has no bfloat16 products in the Triton interpreter; use float16 there, or {_USE_TORCH}"
-    return None
+        wrong_block = f"needs a block_size that is a power of two, at least 16, got {block_size}"
+    return triton_obstacle(query, wrong_block)
 
 
 def _hopper_obstacle(query: Tensor, block_size: int) -> str | None:
@@ -126,7 +84,7 @@ def _hopper_obstacle(query: Tensor, block_size: int) -> str | None:
     obstacle = _no_hopper(query)
     if obstacle is not None:
         return obstacle
-    if not _HAS_TRITON:
+    if not HAS_TRITON:
         return "needs the package triton, which is not installed"
     from .hopper_backend import GLUON_OBSTACLE
 
@@ -160,7 +118,3 @@ def _no_hopper(query: Tensor) -> str | None:
     if capability != (9, 0):
         return f"needs a Hopper GPU, of compute capability 9.0, got {capability[0]}.{capability[1]}"
     return None
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

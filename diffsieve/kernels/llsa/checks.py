@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UserInputError
+from ..backends import dtype_name
 from .levels import level_lengths, most_levels
 
 BACKENDS = ("auto", "reference", "torch", "triton")
@@ -77,7 +78,3 @@ def check_indices(indices: list[Any], query: Tensor, block_size: int, levels: in
 def require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
         raise UserInputError(f"{name} must be {expected}, got {got}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
