@@ -10,6 +10,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from diffsieve import BAAttConfig, apply_sparse_attention, sparsity_summary
+from diffsieve.kernels.block_sparse import dense
 from diffsieve.processors import ba_att, controller
 from diffsieve.processors import dense as room
 from tests import tiny
@@ -112,3 +113,27 @@ def test_what_is_asked_before_a_forward(monkeypatch):
         unknown = SimpleNamespace(config=SimpleNamespace())
         assert room.backend_of_dense_calls(unknown, hidden, 75_600, config) is None
     asked.assert_not_called()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu(compiled, monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the GPU is not a Hopper")
+    torch._dynamo.reset()
+    monkeypatch.setattr(dense, "_FEWEST_BLOCKS", {("hopper", 64): 1})
+    model = tiny.transformer(attention_head_dim=64).to("cuda", torch.bfloat16)
+    inputs = [
+        torch.randn(2, 16, 3, 16, 16, device="cuda"),
+        torch.ones(2, device="cuda"),
+        torch.zeros(2, 4, 16, device="cuda"),
+    ]
+    inputs = [x.bfloat16() for x in inputs]
+    with torch.no_grad():
+        expected = model(*inputs)[0].float()
+        apply_sparse_attention(model, _config(warmup_steps=1))
+        if compiled:
+            model.compile(fullgraph=True)
+        out = model(*inputs)[0].float()
+    assert sparsity_summary(model).dense_backend == "hopper"
+    assert (out - expected).square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()
