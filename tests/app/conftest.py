@@ -8,6 +8,7 @@ from diffsieve.app.handlers import Handlers
 from diffsieve.app.limits import Limits, Request
 from diffsieve.app.models import Shelf
 from diffsieve.app.store import Bounds, Store
+from tests.app.browser import launched
 from tests.tiny import wan_pipeline
 
 # 9 frames of 32 x 32 are 48 tokens: 6 blocks of 8.
@@ -65,3 +66,10 @@ def told():
     """A list of what a run told, and the callback that fills it."""
     lines = []
     return lines, lambda share, text: lines.append((share, text))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A Chromium for the tests of one file, which are skipped where there is none."""
+    with launched() as made:
+        yield made

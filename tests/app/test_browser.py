@@ -1,6 +1,5 @@
 """The page in a real Chromium, over the tiny pipeline. Pictures go to the folder in DIFFSIEVE_SCREENSHOTS, if set."""
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -8,19 +7,13 @@ from pathlib import Path
 import pytest
 
 from diffsieve.app.server import ServerConfig, serve
-from tests.app.browser import launched, opened
+from tests.app.acting import TABS, eventually, press_compare, settle, shoot, tab
+from tests.app.browser import opened
 from tests.app.serving import tiny_examples, tiny_server
 from tests.app.test_api import Slow
 
 SETTINGS = {"Steps": 4, "Frames": 9, "Width, px": 64, "Height, px": 64, "Guidance": 1}
 MORE = {"Block size, tokens": 16, "Shortest sparse sequence, tokens": 0}
-TABS = ("Compare", "Metrics", "Attention", "Run info", "Sweep", "Gallery")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with launched() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +29,6 @@ def page(browser, server):
         yield watched.page
 
 
-def shoot(page, name):
-    folder = os.environ.get("DIFFSIEVE_SCREENSHOTS")
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=Path(folder) / f"{name}.png")
-
-
 def fill(page, **changes):
     """Set the controls to a request of a second or less."""
     # First, since the fields behind it come into being when it opens, and take their first values a little later.
@@ -54,41 +40,9 @@ def fill(page, **changes):
     settle(page, wanted)
 
 
-def settle(page, wanted):
-    """Fill fields until all of them keep what they were given."""
-
-    def settled():
-        lost = [label for label, value in wanted.items() if field(page, label).input_value() != value]
-        for label in lost:
-            field(page, label).fill(wanted[label])
-        assert not lost
-
-    eventually(settled)
-
-
-def field(page, label):
-    return page.get_by_label(label, exact=label in SETTINGS)
-
-
 def compare(page, **changes):
     fill(page, **changes)
     press_compare(page)
-
-
-def press_compare(page):
-    # What an earlier run left must not count as the end of this one.
-    page.evaluate("document.querySelector('#ds-told .ds-good')?.classList.remove('ds-good')")
-    page.get_by_role("button", name="Compare", exact=True).click()
-    page.locator("#ds-told .ds-good", has_text="Done in").wait_for()
-
-
-def tab(page, name):
-    visible = page.get_by_role("tab", name=name, exact=True)
-    if visible.count() and visible.first.is_visible():
-        visible.first.click()
-    else:  # on a narrow screen the rest is behind the dots
-        page.locator(".overflow-menu button").first.click()
-        page.get_by_role("button", name=name, exact=True).last.click()
 
 
 def videos(page):
@@ -98,17 +52,6 @@ def videos(page):
              time: v.currentTime, duration: v.duration, paused: v.paused, ready: v.readyState,
              error: v.error && v.error.message, width: v.videoWidth}))"""
     )
-
-
-def eventually(check, seconds=60.0):
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            return check()
-        except AssertionError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.05)
 
 
 def test_the_page_is_ready_within_three_seconds(browser, server):

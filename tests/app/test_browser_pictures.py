@@ -6,21 +6,15 @@ import pytest
 
 from diffsieve.app.models import Shelf
 from diffsieve.app.server import ServerConfig, serve
-from tests.app.browser import launched, opened
+from tests.app.acting import TABS, eventually, press_compare, settle, shoot, tab
+from tests.app.browser import opened
 from tests.app.serving import tiny_examples
-from tests.app.test_browser import TABS, eventually, press_compare, settle, shoot, tab
 from tests.app.test_pictures import load
 from tests.tiny_pixels import CLASSES
 
 # Runs are called after these classes, so that their model is one that the page offers.
 CLIPS, PIXELS = "WanPipeline", "PixelDiTPipeline"
 SIZES = {"Steps": "3", "Width, px": "24", "Height, px": "16"}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with launched() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
