@@ -5,7 +5,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +21,7 @@ from diffsieve.kernels.block_sparse import block_sparse_attention, choose_backen
 from tests.kernels.compiling import SHARED_MEMORY, Compiled, compile_launch, launches_of, writes_under_products
 from tests.kernels.gluon_emulator import DeadlockError, Machine
 from tests.kernels.hopper_cases import BASE, HOPPER_CASES
+from tests.kernels.own_process import run_script
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
@@ -297,13 +297,10 @@ def test_a_tile_that_is_too_large_is_seen_to_spill():
 @pytest.mark.slow
 @needs_compiler
 def test_launches_of_all_lengths_share_one_kernel():
-    script = Path(__file__).with_name("launched_hopper.py")
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    found = run_script("launched_hopper.py")
     # A tile of 128 channels comes in two boxes of 64, the width of the swizzle.
     boxes = [[1, 1, 64, 64], [1, 1, 128, 64], [1, 1, 128, 64], [1, 1, 64, 64]]
-    assert json.loads(run.stdout) == {"boxes": boxes, "launches": 3, "kernels": 1, "warps": 12}
+    assert found == {"boxes": boxes, "launches": 3, "kernels": 1, "warps": 12}
 
 
 def test_tiles_and_rates_are_those_measured():
