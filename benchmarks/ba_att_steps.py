@@ -2,9 +2,10 @@
 
     python benchmarks/ba_att_steps.py --out outputs/ba_att_steps
 
-Writes `ba_att_steps.json`. First each variant is checked against PyTorch, in a process of its own: one that fails is
-reported and not timed. Times are medians of CUDA graphs in ms, without the host's time; "floor" is the time that the
-bytes of a step (its arithmetic, for the centroids) take at best on an H200: 4.2 TB/s, 600 TFLOP/s.
+Writes `ba_att_steps.json`. First each variant is checked against PyTorch, in processes of their own: one that fails is
+reported and not timed. Then steps are timed, and the whole call with the kernels in use and with the fastest of each
+step. Times are medians of CUDA graphs in ms, without the host's time; "floor" is the time that the bytes of a step (its
+arithmetic, for the centroids) take at best on an H200: 4.2 TB/s, 600 TFLOP/s.
 """
 
 import argparse
@@ -39,7 +40,7 @@ HEADS, DIM, BLOCK = 12, 128, 128
 BANDWIDTH, RATE = 4.2e12, 600e12
 # Ids on the CPU, as the processors keep them.
 WINDOWS = torch.tensor([3, 3, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
-TABLES = {"static": torch.arange(HEADS) % 3, "two windows": WINDOWS, "all candidates": torch.arange(HEADS) % 5}
+TABLES = {"static": torch.arange(HEADS) % 3, "two windows": WINDOWS}
 HOW = {"beta": 0.5, "center_keys": True, "log_count": True, "second_order": True, "scale": DIM**-0.5}
 VARIANTS: dict[str, list[Any]] = {
     "gather": [
@@ -158,7 +159,7 @@ class Problem:
         )  # fmt: skip
         exact = scatter_tokens(exact, self.order.query, fused=False)
         off = ((got.float() - exact).norm() / exact.norm()).item()
-        return off / 4e-3 if bool(got.isfinite().all()) else math.inf
+        return off / 8e-3 if bool(got.isfinite().all()) else math.inf
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -175,12 +176,12 @@ def with_form(field: str, value: Any) -> Forms:
     return Forms()._replace(**{field: value})
 
 
-def check(field: str, number: int) -> None:
+def check(field: str, number: int) -> dict[str, Any]:
     """Compile one variant and compare it with PyTorch, on few tokens and on the shapes that it compiles anew for."""
     value = VARIANTS[field][number]
     forms.FORMS = with_form(field, value)
     problem = Problem(SMALL_GRID)
-    found = {"off": problem.difference(field, value)}
+    found: dict[str, Any] = {"off": problem.difference(field, value)}
     if field == "select_warps":  # kernels of the padded number of blocks; ties
         for blocks in (591, 256):
             problem.scores = torch.randn(1, HEADS, blocks, blocks, device="cuda").mul_(4).round_()
@@ -192,30 +193,48 @@ def check(field: str, number: int) -> None:
     if field == "centroids" and value is not None:  # weights that overflow without the running maximum
         problem.lse = problem.lse - 300.0
         found["off with a restart"] = problem.difference(field, value)
-    print(json.dumps(found))
+    return found
+
+
+def check_some(tasks: list[str]) -> None:
+    """Print a line for each variant; stop at the first that raises, since the GPU may be of no more use then."""
+    for task in tasks:
+        field, number = task.split(":")
+        try:
+            found: dict[str, Any] = check(field, int(number))
+        except Exception as error:
+            print(json.dumps([task, {"failed": f"{type(error).__name__}: {str(error)[:600]}"}]), flush=True)
+            raise SystemExit(1) from error
+        print(json.dumps([task, found if max(found.values()) <= 1 else {"failed": found}]), flush=True)
 
 
 def check_all() -> dict[str, dict[str, Any]]:
-    """By step and variant, what its own process found: {"off": ...} in units of what is allowed, or {"failed": ...}."""
+    """By step and variant, what processes of their own found: {"off": ...} in units of what is allowed, or "failed"."""
+    results: dict[str, Any] = {}
 
-    def one(task: tuple[str, int]) -> dict[str, Any]:
-        command = [sys.executable, __file__, "--check", task[0], str(task[1])]
+    def run(tasks: list[str]) -> str:
+        command = [sys.executable, __file__, "--check", *tasks]
         try:
-            run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
-        except subprocess.TimeoutExpired:
-            return {"failed": "no result within 90 s"}
-        if run.returncode:
-            return {"failed": run.stderr[-600:]}
-        found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-        return found if max(found.values()) <= 1 else {"failed": found}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+            lines, error = done.stdout, done.stderr[-600:]
+        except subprocess.TimeoutExpired as late:
+            lines, error = (late.stdout or b"").decode(), "no result within 100 s"
+        results.update(json.loads(line) for line in lines.splitlines() if line.startswith("["))
+        return error
 
-    tasks = [(field, number) for field, values in VARIANTS.items() for number in range(len(values))]
-    with ThreadPoolExecutor(max(2, min(14, (os.cpu_count() or 2) - 2))) as pool:
-        results = list(pool.map(one, tasks))
-    found: dict[str, dict[str, Any]] = {field: {} for field in VARIANTS}
-    for (field, number), result in zip(tasks, results, strict=True):
-        found[field][name_of(VARIANTS[field][number])] = result
-    return found
+    def run_alone(task: str) -> None:
+        error = run([task])
+        results.setdefault(task, {"failed": error})
+
+    tasks = [f"{field}:{number}" for field, values in VARIANTS.items() for number in range(len(values))]
+    workers = max(2, min(14, (os.cpu_count() or 2) - 2))
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(run, [tasks[first::workers] for first in range(workers)]))
+        list(pool.map(run_alone, [task for task in tasks if task not in results]))  # after one that broke off
+    return {
+        field: {name_of(value): results[f"{field}:{number}"] for number, value in enumerate(values)}
+        for field, values in VARIANTS.items()
+    }
 
 
 def milliseconds(call: Callable[[], object], rep: int = 12) -> float:
@@ -294,12 +313,12 @@ def time_calls(problem: Problem, chosen: dict[str, Forms]) -> dict[str, Any]:
     for density in (0.5, 0.25, 0.1):
         row: dict[str, Any] = {}
         problem.set_density(density)
-        row["attention kernel alone"] = attempt(lambda: milliseconds(problem.attend, 40))
+        row["attention kernel alone"] = attempt(lambda: milliseconds(problem.attend, 20))
         for table in TABLES:
             for name, form in chosen.items():
                 forms.FORMS = form
                 call = partial(problem.whole, table, density)
-                row[f"call, {table}, {name}"] = attempt(lambda call=call: milliseconds(call, 40))
+                row[f"call, {table}, {name}"] = attempt(lambda call=call: milliseconds(call, 20))
         forms.FORMS = chosen["best"]
         row["best against in use"] = attempt(partial(_distance, problem, density, chosen))
         _, info = problem.whole("static", density, return_info=True)
@@ -333,10 +352,10 @@ def time_calibration(problem: Problem, half: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for ba_att_steps.json")
-    parser.add_argument("--check", nargs=2, metavar=("STEP", "NUMBER"), help=argparse.SUPPRESS)
+    parser.add_argument("--check", nargs="+", metavar="STEP:NUMBER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.check:
-        check(options.check[0], int(options.check[1]))
+        check_some(options.check)
         return
     if options.out is None:
         parser.error("--out must name a folder")
