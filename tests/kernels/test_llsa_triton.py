@@ -1,12 +1,8 @@
 """The Triton kernels of LLSA without a GPU: results under the interpreter, and that they compile for the GPUs meant."""
 
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +10,8 @@ import torch
 from diffsieve.kernels.llsa.tiles import backward_key_tile, backward_query_tile, forward_tile
 from tests.kernels.compiling import SHARED_MEMORY, compile_launch
 from tests.kernels.llsa_triton_cases import CASES, launches, measure
+from tests.kernels.own_process import run_script
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
 )
@@ -23,13 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "tests/kernels/interpreted_llsa.py")],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return run_script("interpreted_llsa.py")
 
 
 def _assert_within(result: dict) -> None:
