@@ -296,15 +296,17 @@ def time_steps(problem: Problem, checked: dict[str, dict[str, Any]]) -> dict[str
 
 
 def best_forms(times: dict[str, dict[str, Any]]) -> Forms:
-    best = {}
+    """The fastest variant of each step; lists of skipped blocks are taken by the choice and the compensation together."""
+    ranked = {}
     for field, values in VARIANTS.items():
         timed = [(times[field].get(name_of(value)), number) for number, value in enumerate(values)]
-        ranked = sorted(x for x in timed if isinstance(x[0], float))
-        if ranked:
-            best[field] = values[ranked[0][1]]
-    if best.get("select_warps") is None or best.get("centroids") is None:  # the two go together
-        best["select_warps"] = best["centroids"] = None
-    return Forms(**best)
+        ranked[field] = [(x, values[number]) for x, number in sorted(x for x in timed if isinstance(x[0], float))]
+    best = {field: found[0][1] for field, found in ranked.items() if found}
+    pair = ("select_warps", "centroids")
+    listed = [next((x for x in ranked[field] if x[1] is not None), (math.inf, None)) for field in pair]
+    masked = [next((x for x in ranked[field] if x[1] is None), (math.inf, None)) for field in pair]
+    chosen = listed if sum(x for x, _ in listed) < sum(x for x, _ in masked) else masked
+    return Forms(**best | {field: value for field, (_, value) in zip(pair, chosen, strict=True)})
 
 
 def time_calls(problem: Problem, chosen: dict[str, Forms]) -> dict[str, Any]:
