@@ -296,7 +296,7 @@ def time_steps(problem: Problem, checked: dict[str, dict[str, Any]]) -> dict[str
 
 
 def best_forms(times: dict[str, dict[str, Any]]) -> Forms:
-    """The fastest variant of each step; lists of skipped blocks are taken by the choice and the compensation together."""
+    """The fastest variant of each step; the choice and the compensation take lists of skipped blocks together."""
     ranked = {}
     for field, values in VARIANTS.items():
         timed = [(times[field].get(name_of(value)), number) for number, value in enumerate(values)]
