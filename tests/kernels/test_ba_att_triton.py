@@ -54,7 +54,7 @@ def test_whole_call_on_a_gpu(case, dtype, form, monkeypatch):
     with testing.poisoned_memory():
         out, info = ba_attention(*inputs, return_info=True, **options)
         again = ba_attention(*inputs, **options)
-    assert info.backend == "triton"
+    assert info.backend in ("triton", "hopper")
     assert torch.equal(out, again)
     plain, plain_info = ba_attention(*inputs, backend="torch", return_info=True, **options)
     assert torch.equal(info.block_index, plain_info.block_index)
