@@ -10,7 +10,7 @@ from diffsieve.kernels.ba_att import block_mask, block_statistics, forms, select
 from diffsieve.kernels.ba_att.fused_selection import list_blocks_fused, score_blocks_fused, select_blocks_fused
 from diffsieve.kernels.ba_att.norm_sort import sort_windows, token_norms
 from diffsieve.kernels.ba_att.reference import select_row
-from diffsieve.kernels.ba_att.scores import score_blocks
+from diffsieve.kernels.ba_att.scores import _tf32_part, score_blocks
 from diffsieve.kernels.ba_att.selection import skipped_blocks
 
 OPTIONS = {"beta": 0.5, "center_keys": True, "log_count": True, "second_order": True, "scale": 0.2}
@@ -19,7 +19,7 @@ OPTIONS = {"beta": 0.5, "center_keys": True, "log_count": True, "second_order": 
 def score_difference(
     device: str, form: str, score: str, length: int, dim: int, gain: float = 1.0, **options: object
 ) -> float:
-    """Largest difference from the scores in fp64, as a share of the sum of the sizes of their terms (at least 1)."""
+    """Largest difference from the scores in fp64, as a share of the sizes of all their terms, added up (at least 1)."""
     generator = torch.Generator().manual_seed(testing.SEED)
     query = gain * torch.randn(2, 4, length, dim, generator=generator) + 0.3
     key = gain * torch.randn(2, 2, length + 21, dim, generator=generator) + 0.5
@@ -32,8 +32,32 @@ def score_difference(
     expected = score_blocks(score, *exact, key.double(), 16, **settings)
     sizes = [type(s)(s.mean.abs(), s.variance, s.size) for s in exact]
     bound = score_blocks("moments", *sizes, key.double(), 16, **{**settings, "center_keys": False}).abs() + 1
+    if score == "residual":
+        # Sigma enters once more, by log(e^Sigma - 1) / 2: in large activations that is as much as all other terms.
+        second_moment = (sizes[0].mean.square() + sizes[0].variance) * settings["scale"] ** 2
+        key_variance = sizes[1].variance.repeat_interleave(2, dim=1)
+        bound = bound + second_moment @ key_variance.transpose(-1, -2) / 2
     assert bool(got.isfinite().all())
     return float(((got - expected).abs() / bound).max())
+
+
+def factors_are_equal(device: str) -> bool:
+    """The parts that factors are split into, against those of PyTorch's product."""
+    from diffsieve.kernels.ba_att.scores_triton import split_moments_kernel
+
+    generator = torch.Generator().manual_seed(testing.SEED)
+    mean, variance = (100 * torch.randn(20, 48, generator=generator) for _ in range(2))
+    factor = torch.full((20, 6 * 64), torch.nan, device=device)
+    split_moments_kernel[3,](
+        mean.to(device), variance.to(device), torch.zeros(48, device=device), factor, 1.0, 1.0, 20, 20,
+        HEAD_DIM=48, PADDED_DIM=64, BLOCK_D=64, ROWS=8, OF_KEYS=True,
+    )  # fmt: skip
+    segments = factor.cpu().unflatten(1, (3, 2, 64))
+    equal = [bool((segments[..., 48:] == 0).all())]
+    for segment, values in zip(segments.unbind(1), (mean, mean.square(), variance), strict=True):
+        high = _tf32_part(values)
+        equal += [torch.equal(segment[:, 0, :48], high), torch.equal(segment[:, 1, :48], values - high)]
+    return all(equal)
 
 
 def selection_is_equal(device: str, scores: torch.Tensor, kept: int) -> bool:
@@ -130,6 +154,7 @@ def checks() -> dict[str, Callable[[str], float | bool]]:
                 found[f"scores: {score}, {name}, {form}"] = lambda device, f=form, s=score, o=options: score_difference(
                     device, f, s, **o
                 )
+    found["factors of the scores"] = factors_are_equal
     for length, window in ((1, 16), (33, 64), (75, 16), (450, 96), (450, 450)):
         for descending in (True, False):
             found[f"window order: {length} tokens, {window}, {descending}"] = (

@@ -157,11 +157,30 @@ def test_split_product_fits_tf32_and_keeps_fp32_accuracy(generator):
     right = torch.randn(3, 96, 50, generator=generator)
     high = _tf32_part(left)
     low = left - high
-    # TF32 keeps 11 significant bits: the high part whole, the low part (13 bits) to a quarter of 2^-11 of itself.
-    assert torch.equal(_tf32_part(high), high)
-    assert ((low - _tf32_part(low)).abs() <= left.abs() * 2.0**-21).all()
+    # TF32 keeps 11 significant bits: the high part whole, the low part (of 12 bits and a sign) but for its last bit.
+    assert torch.equal(cut_to_tf32(high), high)
+    assert (low.abs() <= left.abs() * 2.0**-11).all()
+    assert ((low - cut_to_tf32(low)).abs() <= left.abs() * 2.0**-23).all()
     bound = left.double().abs() @ right.double().abs() * 2.0**-20
     assert ((matmul_split(left, right) - left.double() @ right.double()).abs() <= bound).all()
+
+
+def test_split_product_leaves_what_its_docstring_says():
+    # Mantissas at which the parts lose most, among them those just below the next multiple of 2^-10.
+    fraction = torch.arange(1, 1 << 13, dtype=torch.float64) * 2.0**-23
+    x = torch.cat([1 + fraction, 1 + 37 * 2.0**-10 + fraction, 1.5 + fraction, 2 - fraction]).float()
+    y = x.flip(0)
+    (x_high, x_low), (y_high, y_low) = ((_tf32_part(z), cut_to_tf32(z - _tf32_part(z))) for z in (x, y))
+    # Products and sums exact: what is left is what the split gives up.
+    kept = (x_high.double() + x_low.double()) * y_high.double() + x_high.double() * y_low.double()
+    for left, right, product in ((x, y, kept), (x, x, (x_high.double() + 2 * x_low.double()) * x_high.double())):
+        exact = left.double() * right.double()
+        assert float(((product - exact) / exact).abs().max()) <= 2.0**-21
+
+
+def cut_to_tf32(x):
+    """What tensor cores read of fp32 factors: the leading 19 bits."""
+    return x.view(torch.int32).bitwise_and(-(1 << 13)).view(torch.float32)
 
 
 def test_statistics_in_fp32_score_in_fp32(generator):

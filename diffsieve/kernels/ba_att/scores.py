@@ -215,8 +215,10 @@ def _matmul_true_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def matmul_split(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """fp32 product from factors that TF32 holds: three products in one, relative error 2^-21 of the sum of |terms|.
 
-    Each factor is split into a high part of 11 significant bits and the exact rest; the product of the two rests is
-    dropped. Changing the process-wide TF32 switch would be the alternative, and it is not ours.
+    Each factor is split into a high part, rounded to 11 significant bits, and the exact rest, at most 2^-11 of it. The
+    product of the two rests is dropped, 2^-22 of the term, and TF32 drops the last bit of either rest, 2^-23 each. A
+    high part cut off instead of rounded leaves rests twice as large, all of one sign: up to 3.5 * 2^-21, adding up.
+    Changing the process-wide TF32 switch would be the alternative, and it is not ours.
     """
     left_high, right_high = _tf32_part(left), _tf32_part(right)
     left_low, right_low = left - left_high, right - right_high
@@ -224,4 +226,4 @@ def matmul_split(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _tf32_part(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int32).bitwise_and(-(1 << 13)).view(torch.float32)
+    return x.view(torch.int32).add(1 << 12).bitwise_and(-(1 << 13)).view(torch.float32)

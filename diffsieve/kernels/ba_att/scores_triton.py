@@ -2,7 +2,8 @@
 
 Legend: BM query blocks and BN key blocks of a program, BD channels per step. A factor has three segments of D channels,
 D padded to a multiple of BD; the products of the first two add up to scale * Qm·Km + weight * Vq·Km², that of the third
-is (Qm² + Vq)·Vk. Each segment holds the leading 11 significant bits and then the rest of its values.
+is (Qm² + Vq)·Vk. Each segment holds its values rounded to 11 significant bits, and then what is left of them: see
+`scores.matmul_split`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .forms import ScoreTile
 
 @triton.jit
 def _store_split(factor, offsets, values, mask, PADDED_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    high = (values.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    high = ((values.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
     tl.store(factor + offsets, high, mask=mask)
     tl.store(factor + offsets + PADDED_DIM, values - high, mask=mask)
 
