@@ -55,9 +55,9 @@ SWEPT = [(65_536, 2), (262_144, 3)]
 BOUNDS = {"out": 5e-3, "dq": 1e-2, "dk": 1e-2, "dv": 1e-2}
 
 FORWARD = [
-    QueryTile(64, 64, 32, 4, 2), QueryTile(64, 64, 32, 4, 2, 168), QueryTile(64, 64, 32, 4, 2, 128),
-    QueryTile(64, 128, 32, 4, 2), QueryTile(64, 64, 64, 4, 1, 168), QueryTile(64, 64, 16, 4, 2, 128),
-    QueryTile(64, 32, 32, 4, 2, 128), QueryTile(128, 64, 32, 8, 2), QueryTile(128, 64, 32, 8, 2, 128),
+    QueryTile(64, 64, 32, 4, 2, 128), QueryTile(64, 64, 32, 4, 2, 168), QueryTile(64, 32, 32, 4, 2, 128),
+    QueryTile(64, 64, 64, 4, 2, 168), QueryTile(64, 64, 16, 4, 2, 128), QueryTile(64, 128, 32, 4, 2),
+    QueryTile(128, 32, 32, 8, 2, 128), QueryTile(128, 64, 32, 8, 2, 128),
 ]  # fmt: skip
 BACKWARD_QUERY = [
     QueryTile(64, 64, 32, 4, 2), QueryTile(64, 64, 32, 4, 2, 168), QueryTile(64, 32, 32, 4, 2, 168),
@@ -74,11 +74,13 @@ BACKWARD_COARSEST = [
     KeyTile(64, 128, False, 8, 2), KeyTile(64, 64, True, 4, 2), KeyTile(64, 64, True, 4, 2, 168),
     KeyTile(64, 128, True, 8, 2),
 ]  # fmt: skip
-SELECTION = [SelectionTile(128, 4), SelectionTile(128, 2), SelectionTile(64, 1), SelectionTile(64, 2)]
+SELECTION = [SelectionTile(128, 1), SelectionTile(128, 2), SelectionTile(64, 1), SelectionTile(64, 2)]
+SELECTION_COARSEST = [SelectionTile(256, 4), SelectionTile(128, 2), SelectionTile(64, 1), SelectionTile(64, 2)]
 # The rows of the table that the winners replace while this runs: head dimension 64.
 TABLES: dict[str, dict[int, Any]] = {
     "tile": tiles.FORWARD, "query_tile": tiles.BACKWARD_QUERY, "list_tile": tiles.BACKWARD_LISTS,
     "coarsest_tile": tiles.BACKWARD_COARSEST, "selection_tile": tiles.SELECTION,
+    "selection_coarsest_tile": tiles.SELECTION_COARSEST,
 }  # fmt: skip
 SPARSE_QUERY = [BackwardTile(64, 64, 4, 2), BackwardTile(128, 64, 8, 2)]
 SPARSE_KEY = [BackwardTile(64, 128, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(64, 64, 4, 2)]
@@ -194,8 +196,8 @@ class Stages:
     def pyramid(self) -> list[list[Tensor]]:
         return pyramids_triton((self.query, self.key, self.value), BLOCK, self.problem.levels)
 
-    def topk(self, tile: SelectionTile | None = None) -> list[Tensor]:
-        return hierarchical_topk_triton(self.q, self.k, self.kept, BLOCK, tile)
+    def topk(self, tile: SelectionTile | None = None, coarsest_tile: SelectionTile | None = None) -> list[Tensor]:
+        return hierarchical_topk_triton(self.q, self.k, self.kept, BLOCK, tile, coarsest_tile)
 
     def forward(self, tile: QueryTile | None = None) -> tuple[Tensor, Tensor]:
         lists = self.problem.indices
@@ -214,7 +216,7 @@ def sweep() -> list[tuple[str, Any]]:
     """(argument of the launch function, tile) of all variants."""
     groups = {
         "tile": FORWARD, "query_tile": BACKWARD_QUERY, "list_tile": BACKWARD_LISTS, "coarsest_tile": BACKWARD_COARSEST,
-        "selection_tile": SELECTION,
+        "selection_tile": SELECTION, "selection_coarsest_tile": SELECTION_COARSEST,
     }  # fmt: skip
     return [(name, tile) for name, group in groups.items() for tile in group]
 
@@ -223,9 +225,9 @@ def variant(stages: Stages, argument: str, tile: Any) -> tuple[Callable[[], Any]
     """What to time, and what to check before: results against the trusted ones, lists against those of the table."""
     if argument == "tile":
         return partial(stages.forward, tile), lambda: stages.problem.errors({"out": stages.forward(tile)[0]})
-    if argument == "selection_tile":
-        same = lambda: all(map(torch.equal, stages.topk(tile), stages.problem.indices))  # noqa: E731
-        return partial(stages.topk, tile), lambda: {"ok": same()}
+    if argument.startswith("selection"):
+        choose = partial(stages.topk, **{argument.removeprefix("selection_"): tile})
+        return choose, lambda: {"ok": all(map(torch.equal, choose(), stages.problem.indices))}
     run = partial(stages.backward, **{argument: tile})
     return run, lambda: stages.problem.errors(run())
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_TRITON_MAX_DIM = 256
+TRITON_MAX_DIM = 256
 _USE_TORCH = 'use backend="torch" or "auto"'
 # Asked once: torch.compile of PyTorch 2.11 cannot trace the search.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -45,8 +45,8 @@ def triton_obstacle(query: Tensor, block_obstacle: str | None) -> str | None:
     if query.dtype not in TRITON_DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in TRITON_DTYPES)
         return f"needs dtype {names}, got {dtype_name(query.dtype)}; cast the inputs, or {_USE_TORCH}"
-    if query.shape[-1] > _TRITON_MAX_DIM:
-        return f"needs a head dimension D <= {_TRITON_MAX_DIM}, got {query.shape[-1]}; {_USE_TORCH}"
+    if query.shape[-1] > TRITON_MAX_DIM:
+        return f"needs a head dimension D <= {TRITON_MAX_DIM}, got {query.shape[-1]}; {_USE_TORCH}"
     if block_obstacle is not None:
         return f"{block_obstacle}; choose one, or {_USE_TORCH}"
     if query.is_cuda:

@@ -23,6 +23,7 @@ CASES = [
     replace(BASE, length=117, topk=20),
     replace(BASE, length=502, topk=5),
     replace(BASE, length=515, topk=1),
+    replace(BASE, length=203, topk=20),  # lists of more than 16
     replace(BASE, batch=2, heads=4, kv_heads=2, length=67, levels=2, topk=6),
     replace(BASE, length=203, levels=3),
     replace(BASE, length=520, topk=1, levels=4),
@@ -73,32 +74,22 @@ def measure(case: LLSACase, dtype: torch.dtype, device: str = "cpu") -> dict[str
     return {"errors": errors, "bounds": bounds, "nested": same}
 
 
-def launches(
-    dtype: torch.dtype, dim: int, block_size: int, levels: int, disjoint: bool, lean: bool | None = None
-) -> list:  # fmt: skip
-    """All launches of a forward and backward, arguments and all, without running a kernel.
-
-    `lean` overrides what the table says of pooling, selection and forward.
-    """
-    from diffsieve.kernels.llsa import tiles, triton_backend
+def launches(dtype: torch.dtype, dim: int, block_size: int, levels: int, disjoint: bool) -> list:
+    """All launches of a forward and backward, arguments and all, without running a kernel."""
+    from diffsieve.kernels.llsa import triton_backend
     from diffsieve.kernels.llsa.levels import level_lengths
-
-    pooling, choice = tiles.pool_tile(dim, block_size), tiles.selection_tile(dim, 8, coarsest=False)
-    forward = tiles.forward_tile(dim, block_size, dtype.itemsize)
-    if lean is not None:
-        pooling, choice, forward = (replace(tile, lean=lean) for tile in (pooling, choice, forward))
 
     length = 2 * block_size**levels
     q, k, v = (torch.zeros(1, 2, length, dim, dtype=dtype) for _ in range(3))
 
     def run() -> None:
-        pyramids = triton_backend.pyramids_triton((q, k, v), block_size, levels, pooling)
-        triton_backend.hierarchical_topk_triton(*pyramids[:2], 8, block_size, choice)
+        pyramids = triton_backend.pyramids_triton((q, k, v), block_size, levels)
+        triton_backend.hierarchical_topk_triton(*pyramids[:2], 8, block_size)
         lists = [
             torch.zeros(1, 2, n, 8, dtype=torch.int32) for n in level_lengths(length, block_size, levels)[1:]
         ]  # fmt: skip
         options = {"block_size": block_size, "scale": 0.1, "enrich": True, "disjoint": disjoint}
-        out, lse = triton_backend.enriched_attention_fwd_triton(q, *pyramids[1:], lists, **options, tile=forward)
+        out, lse = triton_backend.enriched_attention_fwd_triton(q, *pyramids[1:], lists, **options)
         triton_backend.enriched_attention_bwd_triton(
             out, None, q, *pyramids[1:], out, lse, lists, nested=True, merge=True, **options
         )  # fmt: skip

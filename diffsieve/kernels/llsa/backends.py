@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from ...errors import BackendUnavailableError, UserInputError
-from ..backends import BackendChoice, dtype_name, triton_obstacle
+from ..backends import TRITON_MAX_DIM, BackendChoice, dtype_name, triton_obstacle
 from .checks import BACKENDS
 
 _TRITON_BLOCKS = (8, 16, 32, 64, 128)
+# Forward and selection have not run on a GPU above this: by name only, until the GPU test with D 256 has passed.
+_LARGEST_DIM_RUN = 128
 
 
 def choose_backend(query: Tensor, *, block_size: int = 16, backend: str = "auto") -> BackendChoice:
@@ -28,6 +30,9 @@ def choose_backend(query: Tensor, *, block_size: int = 16, backend: str = "auto"
         return BackendChoice(backend, "asked for by name")
     if backend == "auto" and query.device.type == "cpu":
         return BackendChoice("torch", "cpu tensors: triton needs a CUDA GPU")
+    dim = query.shape[-1]
+    if backend == "auto" and _LARGEST_DIM_RUN < dim <= TRITON_MAX_DIM:
+        return BackendChoice("torch", f"D {dim}: no GPU has run the triton kernels beyond D {_LARGEST_DIM_RUN} yet")
     wrong_block = None
     if block_size not in _TRITON_BLOCKS:
         wrong_block = f"needs a block_size of {', '.join(map(str, _TRITON_BLOCKS))}, got {block_size}"
@@ -40,4 +45,4 @@ def choose_backend(query: Tensor, *, block_size: int = 16, backend: str = "auto"
         return BackendChoice("torch", f"triton {obstacle.split(';')[0]}")
     # fp32 too, unlike block-sparse attention: the torch backend gathers the keys of every query into memory.
     major, minor = torch.cuda.get_device_capability(query.device)
-    return BackendChoice("triton", f"CUDA GPU sm_{major}{minor}, {dtype_name(query.dtype)}, D {query.shape[-1]}")
+    return BackendChoice("triton", f"CUDA GPU sm_{major}{minor}, {dtype_name(query.dtype)}, D {dim}")

@@ -10,14 +10,10 @@ import triton.language as tl
 
 @triton.jit
 def _weighted(  # type: ignore[no-untyped-def]
-    base, o_source, o_d, stride_l, stride_d, length, SPAN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr,
+    base, o_source, o_d, stride_l, stride_d, length, SPAN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Source tokens times the raw tokens under each, zero beyond the length: [PARENTS, D] in fp32."""
-    if WIDE:
-        pointers = base + o_source.to(tl.int64)[:, None] * stride_l + o_d.to(tl.int64)[None, :] * stride_d
-    else:
-        pointers = base + (o_source[:, None] * stride_l + o_d[None, :] * stride_d)
+    pointers = base + o_source.to(tl.int64)[:, None] * stride_l + o_d.to(tl.int64)[None, :] * stride_d
     mask = (o_source < tl.cdiv(length, SPAN))[:, None]
     if HEAD_DIM != BLOCK_D:
         mask = mask & (o_d < HEAD_DIM)[None, :]
@@ -32,7 +28,7 @@ def _weighted(  # type: ignore[no-untyped-def]
 def _pool(  # type: ignore[no-untyped-def]
     source, first, second, stride_b, stride_h, stride_l, stride_d, tile, batch_head, heads, length,
     BLOCK: tl.constexpr, SPAN: tl.constexpr, PARENTS: tl.constexpr, TWO_LEVELS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """PARENTS means at a time. A thread adds up the tokens of its own means: no exchange, eight loads in flight."""
     n_first = tl.cdiv(length, SPAN * BLOCK)
@@ -46,14 +42,14 @@ def _pool(  # type: ignore[no-untyped-def]
         for sixteen in range(0, BLOCK, 16):
             for eight in tl.static_range(0, min(BLOCK, 16), 8):
                 o_source = o_first * BLOCK + sixteen + eight
-                b_0 = _weighted(base, o_source, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D, WIDE)
-                b_1 = _weighted(base, o_source + 1, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D, WIDE)
-                b_2 = _weighted(base, o_source + 2, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D, WIDE)
-                b_3 = _weighted(base, o_source + 3, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D, WIDE)
-                b_4 = _weighted(base, o_source + 4, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D, WIDE)
-                b_5 = _weighted(base, o_source + 5, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D, WIDE)
-                b_6 = _weighted(base, o_source + 6, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D, WIDE)
-                b_7 = _weighted(base, o_source + 7, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D, WIDE)
+                b_0 = _weighted(base, o_source, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D)
+                b_1 = _weighted(base, o_source + 1, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D)
+                b_2 = _weighted(base, o_source + 2, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D)
+                b_3 = _weighted(base, o_source + 3, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D)
+                b_4 = _weighted(base, o_source + 4, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D)
+                b_5 = _weighted(base, o_source + 5, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D)
+                b_6 = _weighted(base, o_source + 6, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D)
+                b_7 = _weighted(base, o_source + 7, o_d, stride_l, stride_d, length, SPAN, HEAD_DIM, BLOCK_D)
                 b_sum += ((b_0 + b_1) + (b_2 + b_3)) + ((b_4 + b_5) + (b_6 + b_7))
         b_count = tl.maximum(tl.minimum(length - o_first * (SPAN * BLOCK), SPAN * BLOCK), 1)
         target = first + (batch_head * n_first + o_first.to(tl.int64))[:, None] * HEAD_DIM + o_d[None, :]
@@ -71,10 +67,10 @@ def _pool(  # type: ignore[no-untyped-def]
 def pyramid_fwd_kernel(  # type: ignore[no-untyped-def]
     sources, firsts, seconds, strides, heads, batch_heads, length,
     BLOCK: tl.constexpr, SPAN: tl.constexpr, PARENTS: tl.constexpr, TWO_LEVELS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Tensor number program_id(2); tuples with one entry per tensor, `strides` with four. SPAN raw tokens per source
-    token. WIDE: offsets inside a head take 64 bits."""
+    token."""
     tile = tl.program_id(0)
     batch_head = tl.program_id(1).to(tl.int64)
     for i in tl.static_range(len(sources)):
@@ -82,5 +78,5 @@ def pyramid_fwd_kernel(  # type: ignore[no-untyped-def]
             _pool(
                 sources[i], firsts[i], seconds[i], strides[4 * i], strides[4 * i + 1], strides[4 * i + 2],
                 strides[4 * i + 3], tile, batch_head, heads[i], length,
-                BLOCK, SPAN, PARENTS, TWO_LEVELS, HEAD_DIM, BLOCK_D, WIDE,
+                BLOCK, SPAN, PARENTS, TWO_LEVELS, HEAD_DIM, BLOCK_D,
             )  # fmt: skip

@@ -20,8 +20,6 @@ class QueryTile:
         num_stages: depth of the software pipeline.
         max_registers: registers per thread at most, so that more programs fit on a multiprocessor; None for as many as
             the compiler likes.
-        lean: forward by the kernel of `lean_forward_kernels.py`.
-        fine_stages: depth of the pipeline over raw keys there; None for `num_stages`.
     """
 
     rows: int
@@ -30,8 +28,6 @@ class QueryTile:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    lean: bool = False
-    fine_stages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,12 +58,10 @@ class PoolTile:
     Args:
         parents: means at a time, a power of two, at most the block size.
         num_warps: warps per program.
-        lean: offsets of 32 bits inside a head, where they are enough.
     """
 
     parents: int
     num_warps: int
-    lean: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,19 +71,17 @@ class SelectionTile:
     Args:
         block_n: candidates per step, a power of two, at least 16.
         num_warps: warps per program.
-        lean: by the kernel of `lean_selection_kernels.py`.
     """
 
     block_n: int
     num_warps: int
-    lean: bool = False
 
 
-# Padded head dimension -> tile, for elements of 16 bits. The rows of 64 were swept on an H200
-# (`benchmarks/llsa_tiles.py`) and are the fastest that spill on no architecture; the others are starting points.
+# Padded head dimension -> tile, for elements of 16 bits. The rows of 64 were swept on an H200 and the others are
+# starting points. The forward of 64 spills (up to 200 bytes on sm_90, 500 on sm_80), but is slower with more registers.
 FORWARD = {
     32: QueryTile(64, 64, 32, 4, 3),
-    64: QueryTile(64, 32, 32, 4, 2, 128),
+    64: QueryTile(64, 64, 32, 4, 2, 128),
     128: QueryTile(64, 64, 16, 4, 2),
     256: QueryTile(64, 32, 16, 8, 1),
 }
@@ -113,12 +105,11 @@ BACKWARD_COARSEST = {
 }
 SELECTION = {
     32: SelectionTile(128, 4),
-    64: SelectionTile(64, 2),
+    64: SelectionTile(128, 1),
     128: SelectionTile(128, 4),
     256: SelectionTile(64, 4),
 }
-
-SELECTION_COARSEST = dict(SELECTION)
+SELECTION_COARSEST = SELECTION | {64: SelectionTile(256, 4)}
 POOLING = PoolTile(16, 4)
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .backward_kernels import enriched_bwd_dkdv_kernel, enriched_bwd_dq_kernel, enriched_bwd_reduce_kernel
 from .forward_kernels import enriched_fwd_kernel
-from .lean_forward_kernels import enriched_fwd_lean_kernel
-from .lean_selection_kernels import topk_fwd_lean_kernel
 from .levels import level_lengths
 from .pyramid_kernels import pyramid_fwd_kernel
 from .selection_kernels import topk_fwd_kernel
@@ -56,7 +54,6 @@ def pyramids_triton(
     heads = tuple(x.shape[1] for x in tensors)
     padded = _padded(dim)
     tile = tile or pool_tile(padded, block_size)
-    wide = not tile.lean or any(map(_is_wide, tensors))
     with torch.cuda.device_of(tensors[0]):
         for level in range(0, levels, 2):
             two = level + 2 <= levels
@@ -68,7 +65,7 @@ def pyramids_triton(
                 sources, firsts, seconds, tuple(stride for x in sources for stride in x.stride()), heads,
                 tuple(batch * h for h in heads), length,
                 BLOCK=block_size, SPAN=block_size**level, PARENTS=tile.parents, TWO_LEVELS=two,
-                HEAD_DIM=dim, BLOCK_D=padded, WIDE=wide, num_warps=tile.num_warps,
+                HEAD_DIM=dim, BLOCK_D=padded, num_warps=tile.num_warps,
             )  # fmt: skip
     return results
 
@@ -84,12 +81,13 @@ def hierarchical_topk_triton(
     topk: int | Sequence[int],
     block_size: int,
     tile: SelectionTile | None = None,
+    coarsest_tile: SelectionTile | None = None,
 ) -> list[Tensor]:
     """Same meaning as `reference.hierarchical_topk_reference`.
 
     Args:
         topk: one width of lists, or one per level.
-        tile: overrides the table of `tiles.py`.
+        tile, coarsest_tile: override the tables of `tiles.py`.
     """
     levels = len(k_pyramid) - 1
     topk = [topk] * levels if isinstance(topk, int) else topk
@@ -102,18 +100,17 @@ def hierarchical_topk_triton(
         step = 16 if coarsest else min(16, block_size)
         candidates = n_tokens if coarsest else chosen[0].shape[3] * block_size
         padded_kept = _power_of_2(kept)
-        chosen_tile = tile or selection_tile(_padded(dim), padded_kept, coarsest=coarsest)
+        chosen_tile = (coarsest_tile if coarsest else tile) or selection_tile(
+            _padded(dim), padded_kept, coarsest=coarsest
+        )
         block_n = min(chosen_tile.block_n, max(16, _power_of_2(candidates)))
-        kernel, options = topk_fwd_kernel, {}
-        if chosen_tile.lean:
-            kernel, options = topk_fwd_lean_kernel, {"ONE_STEP": candidates <= block_n}
         with torch.cuda.device_of(query):
-            kernel[_cdiv(n_tokens, step), batch * heads](
+            topk_fwd_kernel[_cdiv(n_tokens, step), batch * heads](
                 query, key, index if coarsest else chosen[0], index, heads, heads // key.shape[1], n_tokens, kept,
                 0 if coarsest else chosen[0].shape[3],
                 BLOCK=block_size, ROWS=16, ROW_STEP=step, BLOCK_N=block_n, KP=padded_kept, COARSEST=coarsest,
-                HEAD_DIM=dim, BLOCK_D=_padded(dim), PRECISION=_precision(query.dtype),
-                num_warps=chosen_tile.num_warps, num_stages=1, **options,
+                ONE_STEP=candidates <= block_n, HEAD_DIM=dim, BLOCK_D=_padded(dim), PRECISION=_precision(query.dtype),
+                num_warps=chosen_tile.num_warps, num_stages=1,
             )  # fmt: skip
         chosen.insert(0, index)
     return chosen
@@ -142,26 +139,17 @@ def enriched_attention_fwd_triton(
     key, value = k_pyramid[0], v_pyramid[0]
     out = torch.empty_like(query)
     lse = query.new_empty((batch, heads, length), dtype=torch.float32)
-    kernel, options = enriched_fwd_kernel, _options(tile)
-    shortfalls: tuple[tuple[float, ...], ...] = ()
-    if tile.lean:
-        kernel = enriched_fwd_lean_kernel
-        shortfalls = (_shortfalls(length, block_size, len(indices), scale * _LOG2_E),)
-        options |= {
-            "LOG2_BLOCK": block_size.bit_length() - 1,
-            "KP": _power_of_2(max(index.shape[3] for index in indices)),
-            "WIDE": any(map(_is_wide, (query, key, value))),
-            "FINE_STAGES": tile.fine_stages or tile.num_stages,
-        }  # fmt: skip
     with torch.cuda.device_of(query):
-        kernel[_cdiv(length, tile.rows), batch * heads](
-            query, key, value, out, lse, *_levels(query, k_pyramid, v_pyramid, indices, enrich), *shortfalls,
-            scale * _LOG2_E, *query.stride(), *key.stride(), *value.stride(), *out.stride(),
+        enriched_fwd_kernel[_cdiv(length, tile.rows), batch * heads](
+            query, key, value, out, lse, *_levels(query, k_pyramid, v_pyramid, indices, enrich),
+            _shortfalls(length, block_size, len(indices), scale * _LOG2_E), scale * _LOG2_E,
+            *query.stride(), *key.stride(), *value.stride(), *out.stride(),
             heads, heads // key.shape[1], length,
-            BLOCK=block_size, LEVELS=len(indices), ROWS=tile.rows, UNIT=max(16, block_size),
+            BLOCK=block_size, LOG2_BLOCK=block_size.bit_length() - 1, LEVELS=len(indices),
+            ROWS=tile.rows, UNIT=max(16, block_size), KP=_power_of_2(max(index.shape[3] for index in indices)),
             COARSE_N=tile.coarse_n, FINE_N=tile.fine_n, HEAD_DIM=dim, BLOCK_D=_padded(dim),
             ENRICH=enrich, DISJOINT=disjoint, SAME_STRIDES=key.stride() == value.stride(),
-            PRECISION=_precision(query.dtype), **options,
+            PRECISION=_precision(query.dtype), WIDE=any(map(_is_wide, (query, key, value))), **_options(tile),
         )  # fmt: skip
     return out, lse
 
