@@ -134,11 +134,26 @@ def llsa_table() -> str:
         [
             f"{report['device']}, bf16, B {sizes['batch']}, H {sizes['heads']}, D {sizes['dim']}, "
             f"blocks of {sizes['block_size']}, topk {sizes['topk']}; times in ms",
-            f"({tables_of_bench.source(report)}):",
+            f"(`diffsieve bench llsa` measures such a table; figures of `{_script(report)}`, commit "
+            f"{report['origin']['commit']}):",
             "",
             tables_of_bench.llsa_table(report),
+            "",
+            f"Dense attention at {_listed_tokens(report)} tokens is of an earlier run on a card of the same type with "
+            "the same software.",
         ]
     )
+
+
+def _script(report: dict[str, Any]) -> str:
+    script: str = report["origin"]["command"].split()[1]
+    return script
+
+
+def _listed_tokens(report: dict[str, Any]) -> str:
+    """Lengths at which rows are of another run than the others of their file."""
+    *others, last = (f"{n:,}" for n in sorted({row["tokens"] for row in report["rows"] if "origin" in row}))
+    return f"{', '.join(others)} and {last}"
 
 
 def mini_wan_table() -> str:
