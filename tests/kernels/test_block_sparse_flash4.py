@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from diffsieve.errors import BackendUnavailableError
 from diffsieve.kernels import testing
@@ -103,10 +104,14 @@ def gpu_query(**changes):
         ({"block_size": 256}, (9, 0), "needs a block_size of 64 or 128, got 256"),
         ({"shape": (1, 16, 2**20, 128)}, (9, 0), "needs tensors of less than 2\\^31 elements, got 2147483648"),
         ({"is_cuda": False, "device": torch.device("cpu")}, (9, 0), "needs an NVIDIA Hopper GPU, got cpu tensors"),
+        (
+            {"is_cuda": False, "device": torch.device("cpu"), "dtype": torch.float32, "block_size": 32},
+            (9, 0), "needs an NVIDIA Hopper GPU, got cpu tensors",
+        ),
         ({}, (10, 0), "needs a Hopper GPU, of compute capability 9.0, got 10.0"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_says_why_it_cannot_run(change, capability, message, monkeypatch):
     block_size = change.get("block_size", 128)
     query = gpu_query(**{name: value for name, value in change.items() if name != "block_size"})
@@ -120,6 +125,18 @@ def test_runs_by_name_on_a_hopper_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     choice = choose_backend(gpu_query(), gpu_query(), block_size=128, backend="flash4")
     assert (choice.name, choice.reason) == ("flash4", "asked for by name")
+
+
+def test_compiled_code_leaves_the_package_to_the_op(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+    def function(x):
+        return x + 1, choose_backend(x, x, block_size=128, backend="flash4").name
+
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert compiled(torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16))[1] == "flash4"
 
 
 def test_auto_passes_it_by_until_its_tests_have_run_on_a_gpu():

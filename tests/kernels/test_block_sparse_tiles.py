@@ -4,9 +4,6 @@ import importlib.util
 import json
 import logging
 import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -24,6 +21,7 @@ from diffsieve.kernels.block_sparse.tiles import (
 )
 from diffsieve.kernels.block_sparse.tuned_tiles import TileKey, read_tiles, tuned_tile, write_tiles
 from tests.kernels.compiling import SHARED_MEMORY, compile_launch, launches_of
+from tests.kernels.own_process import run_script
 
 CAPABILITIES = {80: (8, 0), 86: (8, 6), 89: (8, 9), 90: (9, 0), 100: (10, 0), 120: (12, 0)}
 DIMS = (16, 32, 64, 128, 256)
@@ -106,13 +104,10 @@ def test_compiled_tiles_take_what_the_formula_says(arch):
 @needs_triton
 @needs_compiler
 def test_a_new_length_compiles_nothing():
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("launched_triton.py")
-    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    found = run_script("launched_triton.py")
     # Kernel, memory order, head size: launches at six lengths, kernels built. With a head size that is no multiple of
     # 16, strides are multiples of 16 at some lengths only, and those have a kernel of their own.
-    assert {name: counts for name, counts in json.loads(run.stdout).items() if counts[0]} == {
+    assert {name: counts for name, counts in found.items() if counts[0]} == {
         "block_sparse_fwd_kernel contiguous D64": [6, 1],
         "block_sparse_fwd_kernel blhd D64": [6, 1],
         "block_sparse_bwd_dq_kernel blhd D64": [6, 1],

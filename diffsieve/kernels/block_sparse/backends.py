@@ -79,11 +79,11 @@ def _triton_obstacle(query: Tensor, block_size: int) -> str | None:
 
 def _hopper_obstacle(query: Tensor, block_size: int) -> str | None:
     """Why the Hopper kernel cannot run these inputs, or None."""
-    if block_size < 64 or block_size & (block_size - 1):
-        return f"needs a block_size that is a power of two, at least 64, got {block_size}"
     obstacle = _no_hopper(query)
     if obstacle is not None:
         return obstacle
+    if block_size < 64 or block_size & (block_size - 1):
+        return f"needs a block_size that is a power of two, at least 64, got {block_size}"
     if not HAS_TRITON:
         return "needs the package triton, which is not installed"
     from .hopper_backend import GLUON_OBSTACLE
@@ -93,13 +93,16 @@ def _hopper_obstacle(query: Tensor, block_size: int) -> str | None:
 
 def _flash4_obstacle(query: Tensor, block_size: int) -> str | None:
     """Why FlashAttention-4 cannot run these inputs, or None."""
-    if block_size not in (64, 128):
-        return f"needs a block_size of 64 or 128, got {block_size}"
     obstacle = _no_hopper(query)
     if obstacle is not None:
         return obstacle
+    if block_size not in (64, 128):
+        return f"needs a block_size of 64 or 128, got {block_size}"
     if query.numel() >= 2**31:
         return f"needs tensors of less than 2^31 elements, got {query.numel()}"
+    # The import of a package cannot be traced. The op is no traced code: it asks again when it runs.
+    if torch.compiler.is_compiling():
+        return None
     from .flash4_backend import interface_obstacle
 
     return interface_obstacle()
@@ -107,14 +110,14 @@ def _flash4_obstacle(query: Tensor, block_size: int) -> str | None:
 
 def _no_hopper(query: Tensor) -> str | None:
     """Why inputs are not for the kernels that are written for Hopper GPUs, or None."""
-    if query.dtype not in _HOPPER_DTYPES:
-        return f"needs dtype {' or '.join(map(dtype_name, _HOPPER_DTYPES))}, got {dtype_name(query.dtype)}"
-    if query.shape[-1] not in _HOPPER_DIMS:
-        return f"needs a head dimension D of {' or '.join(map(str, _HOPPER_DIMS))}, got {query.shape[-1]}"
     if not query.is_cuda or torch.version.hip is not None:
         device = "ROCm" if query.is_cuda else query.device.type
         return f"needs an NVIDIA Hopper GPU, got {device} tensors"
     capability = torch.cuda.get_device_capability(query.device)
     if capability != (9, 0):
         return f"needs a Hopper GPU, of compute capability 9.0, got {capability[0]}.{capability[1]}"
+    if query.dtype not in _HOPPER_DTYPES:
+        return f"needs dtype {' or '.join(map(dtype_name, _HOPPER_DTYPES))}, got {dtype_name(query.dtype)}"
+    if query.shape[-1] not in _HOPPER_DIMS:
+        return f"needs a head dimension D of {' or '.join(map(str, _HOPPER_DIMS))}, got {query.shape[-1]}"
     return None
