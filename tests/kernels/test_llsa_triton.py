@@ -89,8 +89,9 @@ def test_interpreted_nested_lists_are_transposed_as_by_a_sort(interpreted):
         (80, torch.float16, 64, 16, 1, False),
         (90, torch.bfloat16, 128, 16, 2, True),
         (90, torch.bfloat16, 128, 64, 1, True),
+        (80, torch.float16, 256, 16, 1, False),
     ],
-    ids=["sm90-D64-M2", "sm90-D64-M2-disjoint", "sm80-D64-M1", "sm90-D128-M2", "sm90-D128-b64-M1"],
+    ids=["sm90-D64-M2", "sm90-D64-M2-disjoint", "sm80-D64-M1", "sm90-D128-M2", "sm90-D128-b64-M1", "sm80-D256-M1"],
 )
 def test_compiles_without_a_gpu(arch, dtype, dim, block_size, levels, disjoint):
     if os.environ.get("TRITON_INTERPRET") == "1":
