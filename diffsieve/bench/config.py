@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UserInputError
+from ..kernels.block_sparse import BACKENDS
 
 Grid = tuple[int, int, int]
 
@@ -31,7 +32,7 @@ class BenchConfig:
         dim: channels of a head.
         block_size: tokens per block of block-sparse attention.
         models: transformers of the operation `wan`, names out of `operations.wan.MODELS`.
-        backend: attention backend inside BA-Att and the transformers.
+        backend: attention backend inside BA-Att and the transformers, one of `kernels.block_sparse.BACKENDS`.
         compiled: compile the transformers; on CUDA.
         peers: also measure other kernels that are installed.
         budget_ms: time spent on the repeats of one figure; at least 3, at most 200 repeats.
@@ -73,6 +74,8 @@ class BenchConfig:
             object.__setattr__(self, "compiled", device.type == "cuda")
         if self.dtype not in DTYPES:
             raise UserInputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.backend not in BACKENDS:
+            raise UserInputError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         for name, values in (("tokens", self.tokens), ("grid", [x for grid in self.grids or () for x in grid])):
             if values is not None and any(value < 1 for value in values):
                 raise UserInputError(f"{name} must be at least 1, got {min(values)}")

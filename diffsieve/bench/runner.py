@@ -50,8 +50,6 @@ def run_bench(
     operations = _chosen(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    if config.on_gpu:
-        torch.cuda.set_device(torch.device(str(config.device)).index or 0)  # it takes no "cuda" without a number
     run = _Run(config, deadline or Deadline(None), progress, shlex.join(command))
     for operation in operations:
         run.operation(operation)

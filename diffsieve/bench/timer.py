@@ -22,7 +22,7 @@ _HEAD_START = 100
 
 
 class Timer:
-    """Measures on one device.
+    """Measures on one device, and makes it the current one, where events are recorded.
 
     Times are in ms, the median with the 10th and 90th percentile. On a GPU the L2 cache is flushed before each call and
     events on the stream take the time; calls are queued without waiting, so an eager time shows the host where that is
@@ -32,6 +32,8 @@ class Timer:
     def __init__(self, config: BenchConfig) -> None:
         self.device = torch.device(str(config.device))
         self.on_gpu = config.on_gpu
+        if self.on_gpu:
+            torch.cuda.set_device(self.device.index or 0)  # it takes no "cuda" without a number
         self._budget_ms = config.budget_ms
         self._flush = torch.empty(_FLUSH_BYTES if self.on_gpu else 0, dtype=torch.int8, device=self.device)
 

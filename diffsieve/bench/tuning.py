@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import UserInputError
 from ..kernels import testing
+from ..kernels.backends import TRITON_MAX_DIM
 from ..kernels.block_sparse import choose_backend
 from ..kernels.block_sparse.tiles import TileConfig, candidates
 from ..kernels.block_sparse.tuned_tiles import TileKey, read_tiles, tuned_tiles_file, write_tiles
@@ -23,6 +24,7 @@ from .problem import passes
 from .timer import Timer, first_line
 
 _TOKENS, _HEADS = 16_384, 8
+_MOST_BLOCK = _TOKENS // 2
 # A tile takes the place of the table's only where it gains more than times differ from run to run.
 _GAIN = 1.02
 
@@ -65,19 +67,25 @@ def tune(
 
     Args:
         config: `device`, `dtype` and `budget_ms` are used.
-        dims: head dimensions.
-        block_sizes: tokens per block.
+        dims: head dimensions, 1 to 256.
+        block_sizes: tokens per block, powers of two, 16 to 8,192.
         file: of the tiles; that of the user's cache folder by default.
         progress: takes lines for people.
 
     Raises:
-        UserInputError: no CUDA GPU, fp32, or called while a graph is recorded.
+        UserInputError: no CUDA GPU, fp32, a shape out of its range, or called while a graph is recorded.
         BackendUnavailableError: the `triton` backend cannot run a shape here.
     """
     if not config.on_gpu:
         raise UserInputError(f"device must be a CUDA GPU, got {config.device}")
     if config.torch_dtype == torch.float32:
         raise UserInputError("dtype must be bfloat16 or float16, got float32: it has one tile")
+    for dim in dims:
+        if not 1 <= dim <= TRITON_MAX_DIM:
+            raise UserInputError(f"dim must be in [1, {TRITON_MAX_DIM}], got {dim}")
+    for block_size in block_sizes:
+        if not 16 <= block_size <= _MOST_BLOCK or block_size & (block_size - 1):
+            raise UserInputError(f"block_size must be a power of two in [16, {_MOST_BLOCK}], got {block_size}")
     if torch.cuda.is_current_stream_capturing():
         raise UserInputError("tune must be called outside of the capture of a CUDA graph")
     file = file or tuned_tiles_file()

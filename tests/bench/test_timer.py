@@ -57,12 +57,22 @@ def on_gpu(monkeypatch):
     cuda = SimpleNamespace(
         Event=_Event, synchronize=lambda device: None, Stream=lambda device: None, stream=_stream, CUDAGraph=_Graph,
         graph=_capture, reset_peak_memory_stats=lambda device: None, memory_allocated=lambda device: 2**20,
-        max_memory_allocated=lambda device: 5 * 2**20,
+        max_memory_allocated=lambda device: 5 * 2**20, set_device=lambda device: None,
     )  # fmt: skip
     for name, value in vars(cuda).items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(room, "_FLUSH_BYTES", 8)
     return Timer(SimpleNamespace(device="cpu", on_gpu=True, budget_ms=20.0))
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_its_device_becomes_the_current_one(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    for device in ("cuda:1", "cuda"):
+        Timer(SimpleNamespace(device=device, on_gpu=True, budget_ms=20.0))
+    assert current == [1, 0]
 
 
 def test_calls_take_turns_on_a_cpu(on_cpu):

@@ -53,12 +53,11 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
 
 
-def run(tmp_path, **options):
-    config = BenchConfig(out=tmp_path, device="cpu", dtype=options.pop("dtype", "bfloat16"))
+def run(tmp_path, dtype="bfloat16", **shapes):
+    config = BenchConfig(out=tmp_path, device="cpu", dtype=dtype)
     lines = []
-    found = tuning.tune(
-        config, dims=(64,), block_sizes=(64,), file=tmp_path / "kept" / "tiles.json", progress=lines.append
-    )
+    file = tmp_path / "kept" / "tiles.json"
+    found = tuning.tune(config, **{"dims": (64,), "block_sizes": (64,)} | shapes, file=file, progress=lines.append)
     return found, lines
 
 
@@ -83,6 +82,24 @@ def test_a_gain_within_the_noise_changes_nothing(tmp_path):
     _Timer.times = {TABLE: 1.0, FAST: 0.99}
     ((tuned,), _) = run(tmp_path)
     assert tuned.tile == TABLE
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"dims": (64, 0)}, r"dim must be in \[1, 256\], got 0"),
+        ({"dims": (512,)}, r"dim must be in \[1, 256\], got 512"),
+        ({"block_sizes": (8,)}, r"block_size must be a power of two in \[16, 8192\], got 8"),
+        ({"block_sizes": (96,)}, r"block_size must be a power of two in \[16, 8192\], got 96"),
+        ({"block_sizes": (16_384,)}, r"block_size must be a power of two in \[16, 8192\], got 16384"),
+    ],
+    ids=str,
+)
+def test_names_a_shape_that_it_cannot_tune(shapes, message, tmp_path):
+    with pytest.raises(UserInputError, match=message):
+        run(tmp_path, **shapes)
+    assert not (tmp_path / "kept").exists()
 
 
 @pytest.mark.usefixtures("gpu")

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import os
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -145,6 +146,16 @@ def test_tiles_are_kept_for_what_they_were_measured_for(cache_folder):
     assert look_up() == TILE
     for other in ({"triton": "3.7.0"}, {"dim": 64}, {"block_size": 64}, {"dtype": torch.float16}):
         assert look_up(**other) is None
+
+
+@pytest.mark.usefixtures("cache_folder")
+def test_a_user_without_a_home_has_none(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    with pytest.raises(RuntimeError):
+        Path.home()
+    assert look_up() is None
 
 
 def test_a_process_keeps_the_tiles_that_it_began_with(cache_folder):

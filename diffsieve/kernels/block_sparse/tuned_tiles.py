@@ -43,7 +43,8 @@ class TileKey:
 
 def tuned_tiles_file() -> Path:
     """Where the tiles are: `diffsieve/tiles.json` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diffsieve" / "tiles.json"
+    # Not `Path.home`: it raises for a user without an entry and without HOME, such as a number given to a container.
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "diffsieve", "tiles.json")
 
 
 def read_tiles(path: Path) -> dict[TileKey, TileConfig]:
