@@ -4,8 +4,8 @@
 
 12 heads of 128 and of 64, bf16, 4K to 128K tokens, and rows of text (512 queries over a clip's keys). Every result is
 compared with fp64 on sampled rows before it is timed, and a second run with the first, bit for bit; activations times
-200 come first, under the bound of usual ones. Times are medians in ms with the L2 cache flushed, of CUDA graphs and (up
-to 32K tokens) of eager calls. Writes `dense_full_lists.json` after every row; its `table` is `MEASURED_SM90` of
+200 come first, with one rounding more in their bound. Times are medians in ms with the L2 cache flushed, of CUDA graphs
+and (up to 32K tokens) of eager calls. Writes `dense_full_lists.json` after every row; its `table` is `MEASURED_SM90` of
 `kernels/block_sparse/dense.py`.
 """
 
@@ -80,14 +80,13 @@ def graph_of(function: Any) -> Any:
     return graph.replay
 
 
-def checked(inputs: AttentionInputs, name: str, usual: AttentionInputs) -> dict[str, Any]:
-    """`usual` has unit variance: its bound counts. PyTorch rounds nothing where one key takes all of the weight."""
+def checked(inputs: AttentionInputs, name: str, gain: float) -> dict[str, Any]:
     run = partial(dense_attention, inputs.query, inputs.key, inputs.value, backend=name)
     with testing.poisoned_memory():
         out, again = run(), run()
     row: dict[str, Any] = testing.sampled_errors(inputs, out, 128, samples=12)
-    if usual is not inputs:
-        row["bound"] = testing.sampled_errors(usual, usual.query, 128, samples=12)["bound"]
+    if gain > 1:  # PyTorch's weight of the one key that counts is exactly 1; ours is rounded to the dtype
+        row["bound"] += torch.finfo(out.dtype).eps / 4
     row["ok"] = row["error"] <= row["bound"] and torch.equal(out, again)
     return row
 
@@ -117,8 +116,7 @@ def main() -> int:
     for dim, len_q, len_k, gain in [*large, *usual, *texts]:
         inputs = problem(dim, len_q, len_k, gain)
         row: dict[str, Any] = {"dim": dim, "len_q": len_q, "len_k": len_k, "gain": gain, "graph_ms": {}, "eager_ms": {}}
-        usual = inputs if gain == 1.0 else problem(dim, len_q, len_k)
-        row["checks"] = {name: checked(inputs, name, usual) for name in OURS}
+        row["checks"] = {name: checked(inputs, name, gain) for name in OURS}
         report["rows"].append(row)
         runs: dict[str, Any] = {
             name: partial(dense_attention, inputs.query, inputs.key, inputs.value, backend=name)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -93,9 +92,10 @@ def test_error_on_a_gpu(backend, len_q, len_k, gain):
     with testing.poisoned_memory():
         out, again = (dense_attention(*inputs.tensors()[:3], backend=backend) for _ in range(2))
     exact, _ = testing.exact_attention(inputs, block_size=case.block_size)
-    # Where one key takes all of the weight, PyTorch rounds nothing: large activations have the bound of usual ones.
-    usual = testing.make_inputs(replace(case, gain=1.0), dtype=torch.bfloat16, device="cuda")
-    usual_exact, _ = testing.exact_attention(usual, block_size=case.block_size)
-    bound = testing.error_bound(testing.masked_sdpa(usual, block_size=case.block_size), usual_exact)
+    bound = testing.error_bound(testing.masked_sdpa(inputs, block_size=case.block_size), exact)
+    if gain > 1:
+        # One key takes all of the weight. That of PyTorch is exactly 1; ours is only near it, since a fused multiply-add
+        # takes a rounded maximum from a product that is not rounded, and is rounded to the dtype after that.
+        bound += torch.finfo(out.dtype).eps / 4
     assert testing.error_ratio(out, exact) <= bound
     assert torch.equal(out, again)
