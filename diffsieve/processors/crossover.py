@@ -17,7 +17,8 @@ class Crossover:
 
 
 # CPU: the kernel alone (benchmarks/results/cpu/bench/block-sparse.json). H200: the whole call of the preset, compiled,
-# half of the blocks skipped, beside cuDNN: 0.64x at 8,192 tokens, 1.07x at 16,384 (results/h200/bench/ba-att.json).
+# half of the blocks skipped, beside cuDNN: 0.64x at 8,192 tokens, 1.07x at 16,384 (results/h200/bench/ba-att.json), by
+# the backend `triton` and with scores of moments: not measured again since.
 CPU = Crossover(2_048, measured=True)
 BY_CAPABILITY = {(9, 0): Crossover(16_384, measured=True)}
 # What is gained grows with the square of the length over the rate of dense attention, what the selection costs with the
