@@ -1,9 +1,9 @@
-"""Steps of BA-Att around the attention kernel on a CUDA GPU, in every form and tile that `ba_att.forms` offers.
+"""Steps of BA-Att around the attention kernel on a CUDA GPU, with tiles for `ba_att.forms` to choose among.
 
     python benchmarks/ba_att_steps.py --out outputs/ba_att_steps
 
 Writes `ba_att_steps.json`. First each variant is checked against PyTorch, in processes of their own: one that fails is
-reported and not timed. Then steps are timed, and the whole call with the kernels in use and with the fastest of each
+reported and not timed. Then steps are timed, and the whole call with the tiles in use and with the fastest of each
 step. Times are medians of CUDA graphs in ms, without the host's time; "floor" is the time that the bytes of a step (its
 arithmetic, for the centroids) take at best on an H200: 4.2 TB/s, 600 TFLOP/s.
 """
@@ -30,7 +30,7 @@ from diffsieve.kernels.ba_att import forms
 from diffsieve.kernels.ba_att.centroids import add_centroids, add_skipped_fused
 from diffsieve.kernels.ba_att.forms import CentroidTile, Forms, GatherTile, ScoreTile, WindowTile
 from diffsieve.kernels.ba_att.fused import gather_with_means, gather_with_statistics, scatter_tokens
-from diffsieve.kernels.ba_att.fused_selection import list_blocks_fused, score_blocks_fused, select_blocks_fused
+from diffsieve.kernels.ba_att.fused_selection import list_blocks_fused, score_blocks_fused
 from diffsieve.kernels.ba_att.selection import skipped_blocks
 from diffsieve.kernels.block_sparse import block_sparse_attention
 
@@ -40,23 +40,19 @@ HEADS, DIM, BLOCK = 12, 128, 128
 BANDWIDTH, RATE = 4.2e12, 600e12
 # Ids on the CPU, as the processors keep them.
 WINDOWS = torch.tensor([3, 3, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
-TABLES = {"static": torch.arange(HEADS) % 3, "two windows": WINDOWS}
+TABLES = {"static": torch.arange(HEADS) % 3, "two windows": WINDOWS, "all candidates": torch.arange(HEADS) % 5}
 HOW = {"beta": 0.5, "center_keys": True, "log_count": True, "second_order": True, "scale": DIM**-0.5}
 VARIANTS: dict[str, list[Any]] = {
-    "gather": [
-        GatherTile(), GatherTile(4), GatherTile(4, channels=64), GatherTile(2, channels=64), GatherTile(2, channels=32),
-        GatherTile(8, True), GatherTile(16, True), GatherTile(4, True), GatherTile(4, True, 64),
-        GatherTile(2, True, 64), GatherTile(8, True, 64), GatherTile(2, True, 32),
-    ],
-    "gather_means": [GatherTile(), GatherTile(4), GatherTile(4, channels=64), GatherTile(2, channels=64)],
+    "gather": [GatherTile(*x) for x in ((8, 128), (4, 128), (4, 64), (2, 64), (2, 32), (1, 32))],
+    "gather_means": [GatherTile(*x) for x in ((8, 128), (4, 128), (4, 64), (2, 64))],
     "scores": [
-        None, ScoreTile(), ScoreTile(64, 64, 32, 4, 4), ScoreTile(64, 64, 32, 8, 3), ScoreTile(128, 64, 32, 8, 3),
-        ScoreTile(64, 64, 64, 4, 2), ScoreTile(64, 128, 32, 8, 3),
+        ScoreTile(64, 64, 32, 4, 3), ScoreTile(64, 64, 32, 4, 4), ScoreTile(64, 64, 32, 8, 3),
+        ScoreTile(128, 64, 32, 8, 3), ScoreTile(64, 64, 64, 4, 2), ScoreTile(64, 128, 32, 8, 3),
     ],
-    "select_warps": [None, 1, 2, 4],
-    "windows": [None, WindowTile(), WindowTile(64, 64), WindowTile(128, 32), WindowTile(32, 32)],
+    "select_warps": [1, 2, 4],
+    "windows": [WindowTile(*x) for x in ((64, 32, 4), (64, 64, 4), (128, 32, 4), (32, 32, 4))],
     "centroids": [
-        None, CentroidTile(), CentroidTile(registers=None), CentroidTile(128, 64, 8, 3, None),
+        CentroidTile(128, 32, 8, 3, 128), CentroidTile(128, 32, 8, 3, None), CentroidTile(128, 64, 8, 3, None),
         CentroidTile(128, 128, 8, 3, None), CentroidTile(128, 32, 4, 3, None), CentroidTile(64, 64, 4, 3, 168),
         CentroidTile(64, 32, 4, 3, None), CentroidTile(64, 32, 4, 3, 128), CentroidTile(128, 32, 8, 5, 128),
         CentroidTile(64, 32, 4, 5, 128),
@@ -65,7 +61,7 @@ VARIANTS: dict[str, list[Any]] = {
 
 
 class Problem:
-    """One call of BA-Att, stopped before each step; every input of a step comes from PyTorch or from kernels in use."""
+    """One call of BA-Att, stopped before each step; every input of a step comes from PyTorch."""
 
     def __init__(self, grid: tuple[int, int, int], density: float = 0.5) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
@@ -96,28 +92,22 @@ class Problem:
         )
         self.out, self.lse = self.attend()
 
-    def step(self, field: str, value: Any) -> Callable[[], Any]:
-        """The call that a form of a step is made of."""
+    def step(self, field: str) -> Callable[[], Any]:
+        """The call that a step is."""
         if field == "gather":
             return lambda: gather_with_statistics(self.query, self.order.query, BLOCK, fused=True)
         if field == "gather_means":
             return lambda: gather_with_means(self.value, self.order.key, BLOCK, fused=True)
         if field == "scores":
             return lambda: score_blocks_fused("residual", self.q_stats, self.k_stats, **HOW)
-        if field == "select_warps" and value is None:
-            return lambda: select_blocks_fused(self.scores, self.kept, return_mask=True)
         if field == "select_warps":
             return lambda: list_blocks_fused(self.scores, self.kept, return_skipped=True)
         if field == "windows":
             return partial(self.orders, WINDOWS)
         attended = (self.out, self.lse, self.q, self.k_stats.mean, self.v_mean)
-        options = {"block_size": BLOCK, "scale": DIM**-0.5}
-        if value is None:
-            sizes = (self.k_stats.size, self.mask)
-            return lambda: scatter_tokens(
-                add_centroids(*attended, *sizes, **options, fused=True)[0], self.order.query, fused=True
-            )
-        return lambda: add_skipped_fused(*attended, self.skipped, None, self.order.query, **options)[0]
+        return lambda: add_skipped_fused(
+            *attended, self.skipped, None, self.order.query, block_size=BLOCK, scale=DIM**-0.5
+        )[0]
 
     def orders(self, table: torch.Tensor) -> ba_att.TokenOrders:
         return ba_att.token_orders(self.query, self.key, grid_thw=self.grid, orders=table, block_size=BLOCK, fused=True)
@@ -128,11 +118,11 @@ class Problem:
             block_size=BLOCK, compensate="centroid", score="residual", **extra,
         )  # fmt: skip
 
-    def difference(self, field: str, value: Any) -> float:
-        """How far a form is off, in units of what is allowed."""
+    def difference(self, field: str) -> float:
+        """How far a step is off, in units of what is allowed."""
         with testing.poisoned_memory():
-            got = self.step(field, value)()
-            again = self.step(field, value)()
+            got = self.step(field)()
+            again = self.step(field)()
         pairs = zip(_tensors(got), _tensors(again), strict=True)
         if not all(torch.equal(a, b) for a, b in pairs):
             return math.inf
@@ -145,7 +135,7 @@ class Problem:
         if field == "scores":
             return float((got - self.scores).abs().max()) / 5e-4
         if field == "select_warps":
-            wanted = (self.index, self.mask if value is None else self.skipped)
+            wanted = (self.index, self.skipped)
             return 0.0 if all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)) else math.inf
         if field == "windows":
             plain = ba_att.token_orders(self.query, self.key, grid_thw=self.grid, orders=WINDOWS, block_size=BLOCK)
@@ -168,10 +158,6 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return [x for part in result for x in ([part] if isinstance(part, torch.Tensor) else list(part))]
 
 
-def name_of(value: Any) -> str:
-    return "in use" if value is None else str(value)
-
-
 def with_form(field: str, value: Any) -> Forms:
     return Forms()._replace(**{field: value})
 
@@ -181,18 +167,17 @@ def check(field: str, number: int) -> dict[str, Any]:
     value = VARIANTS[field][number]
     forms.FORMS = with_form(field, value)
     problem = Problem(SMALL_GRID)
-    found: dict[str, Any] = {"off": problem.difference(field, value)}
+    found: dict[str, Any] = {"off": problem.difference(field)}
     if field == "select_warps":  # kernels of the padded number of blocks; ties
         for blocks in (591, 256):
             problem.scores = torch.randn(1, HEADS, blocks, blocks, device="cuda").mul_(4).round_()
             problem.kept = ba_att.kept_blocks(blocks, 0.5)
             problem.index = ba_att.select_blocks(problem.scores, problem.kept)
-            problem.mask = ba_att.block_mask(problem.index, None, blocks)
             problem.skipped, _ = skipped_blocks(problem.index, None, blocks)
-            found["off"] = max(found["off"], problem.difference(field, value))
-    if field == "centroids" and value is not None:  # weights that overflow without the running maximum
+            found["off"] = max(found["off"], problem.difference(field))
+    if field == "centroids":  # weights that overflow without the running maximum
         problem.lse = problem.lse - 300.0
-        found["off with a restart"] = problem.difference(field, value)
+        found["off with a restart"] = problem.difference(field)
     return found
 
 
@@ -232,7 +217,7 @@ def check_all() -> dict[str, dict[str, Any]]:
         list(pool.map(run, [tasks[first::workers] for first in range(workers)]))
         list(pool.map(run_alone, [task for task in tasks if task not in results]))  # after one that broke off
     return {
-        field: {name_of(value): results[f"{field}:{number}"] for number, value in enumerate(values)}
+        field: {str(value): results[f"{field}:{number}"] for number, value in enumerate(values)}
         for field, values in VARIANTS.items()
     }
 
@@ -268,22 +253,20 @@ def time_steps(problem: Problem, checked: dict[str, dict[str, Any]]) -> dict[str
     for field, values in VARIANTS.items():
         found[field] = {}
         for value in values:
-            if "failed" in checked[field][name_of(value)]:
+            if "failed" in checked[field][str(value)]:
                 continue
             forms.FORMS = with_form(field, value)
-            call = problem.step(field, value)
-            found[field][name_of(value)] = attempt(lambda call=call: milliseconds(call))
+            call = problem.step(field)
+            found[field][str(value)] = attempt(lambda call=call: milliseconds(call))
     forms.FORMS = Forms()
     centroids = {}
     for density in (0.25, 0.1):  # more blocks to stand in for
         problem.set_density(density)
         for value in VARIANTS["centroids"]:
-            if "failed" not in checked["centroids"][name_of(value)]:
+            if "failed" not in checked["centroids"][str(value)]:
                 forms.FORMS = with_form("centroids", value)
-                call = problem.step("centroids", value)
-                centroids[f"{1 - density:.0%} skipped, {name_of(value)}"] = attempt(
-                    lambda call=call: milliseconds(call)
-                )
+                call = problem.step("centroids")
+                centroids[f"{1 - density:.0%} skipped, {value}"] = attempt(lambda call=call: milliseconds(call))
     forms.FORMS = Forms()
     found["centroids at other densities"] = centroids
     keys = torch.stack([problem.key[:, 0], problem.key[:, 1]], dim=1)
@@ -296,17 +279,20 @@ def time_steps(problem: Problem, checked: dict[str, dict[str, Any]]) -> dict[str
 
 
 def best_forms(times: dict[str, dict[str, Any]]) -> Forms:
-    """The fastest variant of each step; the choice and the compensation take lists of skipped blocks together."""
-    ranked = {}
+    """The fastest variant of each step; of the compensation that with the least sum over the densities."""
+    best = {}
     for field, values in VARIANTS.items():
-        timed = [(times[field].get(name_of(value)), number) for number, value in enumerate(values)]
-        ranked[field] = [(x, values[number]) for x, number in sorted(x for x in timed if isinstance(x[0], float))]
-    best = {field: found[0][1] for field, found in ranked.items() if found}
-    pair = ("select_warps", "centroids")
-    listed = [next((x for x in ranked[field] if x[1] is not None), (math.inf, None)) for field in pair]
-    masked = [next((x for x in ranked[field] if x[1] is None), (math.inf, None)) for field in pair]
-    chosen = listed if sum(x for x, _ in listed) < sum(x for x, _ in masked) else masked
-    return Forms(**best | {field: value for field, (_, value) in zip(pair, chosen, strict=True)})
+        totals = []
+        for number, value in enumerate(values):
+            found = [times[field].get(str(value))]
+            if field == "centroids":
+                others = times["centroids at other densities"].items()
+                found += [x for name, x in others if name.endswith(f"skipped, {value}")]
+            if all(isinstance(x, float) for x in found):
+                totals.append((sum(found), number))
+        if totals:
+            best[field] = values[min(totals)[1]]
+    return Forms(**best)
 
 
 def time_calls(problem: Problem, chosen: dict[str, Forms]) -> dict[str, Any]:
@@ -340,14 +326,12 @@ def _distance(problem: Problem, density: float, chosen: dict[str, Forms]) -> dic
     return {"error": ((outs[0] - outs[-1]).norm() / outs[0].norm()).item(), "rows with other blocks": other}
 
 
-def time_calibration(problem: Problem, half: bool) -> float:
-    forms.FORMS = Forms(half_logits=half)
+def time_calibration(problem: Problem) -> float:
     call = partial(
         ba_att.calibrate_orders, problem.query, problem.key, grid_thw=problem.grid, density=0.5, block_size=BLOCK,
         score="residual",
     )  # fmt: skip
     found: float = triton.testing.do_bench(call, warmup=5, rep=40, return_mode="median")
-    forms.FORMS = Forms()
     return round(found, 3)
 
 
@@ -386,10 +370,10 @@ def main() -> None:
         report["rows"].append(row)
         row["steps_ms"] = time_steps(problem, report["checked"])
         chosen.setdefault("best", best_forms(row["steps_ms"]))  # of the first grid, for both
-        report["best"] = {field: name_of(value) for field, value in chosen["best"]._asdict().items()}
+        report["best"] = {field: str(value) for field, value in chosen["best"]._asdict().items()}
         save(row)
         row["call_ms"] = time_calls(problem, chosen)
-        row["calibration_ms"] = {str(half): attempt(partial(time_calibration, problem, half)) for half in (False, True)}
+        row["calibration_ms"] = attempt(partial(time_calibration, problem))
         save({"best": report["best"], "call_ms": row["call_ms"], "calibration_ms": row["calibration_ms"]})
 
 

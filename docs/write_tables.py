@@ -10,6 +10,7 @@ from typing import Any
 
 from diffsieve.bench import tables as tables_of_bench
 from diffsieve.bench.plots import draw_plots
+from diffsieve.kernels.ba_att.forms import FORMS
 from diffsieve.processors import supported_models
 
 ROOT = Path(__file__).parents[1]
@@ -79,6 +80,57 @@ def call_table() -> str:
             "the dense ones.",
         ]
     )
+
+
+def steps_table() -> str:
+    """Times of BA-Att's steps around the attention kernel on an H200, as two Markdown tables."""
+    report = _result("h200/ba_att_steps.json")
+    rows = report["rows"]
+    lengths = [f"{row['tokens']:,} tokens" for row in rows]
+    # "in use" is what ran when the figures were taken; of the gather it was the first tile.
+    gathers = {name: next(iter(rows[0]["steps_ms"][name])) for name in ("gather", "gather_means")}
+    tiles = {name: str(tile) for name, tile in FORMS._asdict().items()}
+    for name in gathers:  # a second way to take the variance was measured, no faster, and dropped
+        tiles[name] = tiles[name].replace("channels=", "one_pass=False, channels=")
+    steps = {
+        "gather with moments, queries and keys": ("gather", None, 2),
+        "gather with means, values": ("gather_means", None, 1),
+        "scores": ("scores", None, 1),
+        "choice of blocks": ("select_warps", None, 1),
+        "compensation, order undone; 50% skipped": ("centroids", None, 1),
+        "the same, 75% skipped": ("centroids", "75% skipped, ", 1),
+        "the same, 90% skipped": ("centroids", "90% skipped, ", 1),
+        "two heads in windows: order": ("windows", None, 1),
+    }
+    lines = [
+        f"Steps on one {report['gpu']}, 12 heads of 128, bf16, blocks of 128, as CUDA graphs, before and now,",
+        f"in ms (torch {report['versions']['torch']}, Triton {report['versions']['triton']}; `{report['command']}`):",
+        "",
+        f"| step | {' | '.join(f'{x}, before | now' for x in lengths)} |",
+        "|---" * (1 + 2 * len(rows)) + "|",
+    ]
+    for label, (name, density, times) in steps.items():
+        cells = []
+        for row in rows:
+            found = row["steps_ms"][name if density is None else "centroids at other densities"]
+            for variant in (gathers.get(name, "in use"), tiles[name]):
+                cells.append(f"{times * found[(density or '') + variant]:.2f}")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "The whole call less the attention kernel alone, ms, heads in static orders:",
+        "",
+        f"| skipped | {' | '.join(f'{x}, kernel | rest before | rest now' for x in lengths)} |",
+        "|---" * (1 + 3 * len(rows)) + "|",
+    ]
+    for density in rows[0]["call_ms"]:
+        cells = []
+        for row in rows:
+            found = row["call_ms"][density]
+            kernel = found["attention kernel alone"]
+            cells += [f"{kernel:.2f}"] + [f"{found[f'call, static, {x}'] - kernel:.2f}" for x in ("in use", "best")]
+        lines.append(f"| {density.removesuffix(' skipped')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 _IN_BRIEF = ("dense, another kernel (noise floor)", "default", "mean pooling, raster", "paper")
@@ -220,6 +272,7 @@ def tables() -> dict[str, str]:
         "fidelity": fidelity_table(),
         "fidelity-in-brief": fidelity_table(brief=True),
         "kernel-lengths": kernel_lengths_table(),
+        "ba-att-steps": steps_table(),
         "llsa-results": llsa_table(),
         "mini-wan-results": mini_wan_table(),
         "reproduction": reproduction_table(),

@@ -6,21 +6,8 @@ from typing import Any
 import torch
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.ba_att.forms import CentroidTile, Forms, GatherTile, ScoreTile, WindowTile
-
-# Forms of the fused steps: those in use and the others that there are.
-FORMS = {
-    "default": Forms(),
-    "lists": Forms(
-        gather=GatherTile(4, True, 64),
-        gather_means=GatherTile(4, False, 64),
-        scores=ScoreTile(),
-        select_warps=2,
-        centroids=CentroidTile(block_n=32),
-        windows=WindowTile(),
-        half_logits=True,
-    ),
-}
+from diffsieve.kernels.ba_att.forms import Forms
+from tests.kernels.compiling import launches_of
 
 
 @dataclass(frozen=True)
@@ -62,6 +49,7 @@ CASES = [
     BAAttCase((3, 5, 7), "frame_hilbert", extra=(("compensate", "centroid"), ("text_suffix", 19), ("top_p", 0.6))),
     BAAttCase((3, 5, 7), "hilbert_window", dim=64, block_size=64, extra=CENTROID),
     BAAttCase((3, 5, 7), (1, 3), gain=200.0, extra=CENTROID),
+    BAAttCase((5, 9, 10), (3, 1), dim=128, block_size=128, density=0.5, extra=CENTROID),
 ]
 
 
@@ -82,3 +70,44 @@ def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
     if not bool(actual.isfinite().all()):
         return float("inf")
     return float(((actual.double() - exact).square().mean() / exact.square().mean()).sqrt())
+
+
+def launches() -> list[tuple[Any, tuple, dict]]:
+    """Every launch of a layer of 12 heads of 128 channels at 720p (591 blocks): (kernel, args, kwargs).
+
+    The tokens themselves are not looked at, nor is there a GPU to ask for its capability: the compensation is launched
+    with the tile of Hopper, then with that of other GPUs.
+    """
+    from diffsieve.kernels.ba_att import (
+        fused_triton,
+        lists_triton,
+        scores_triton,
+        skipped_triton,
+        windows_triton,
+    )
+
+    form = Forms()
+    tokens = torch.zeros(1, 256, 12, 128, dtype=torch.bfloat16).transpose(1, 2)
+    perm = torch.arange(256).expand(1, 12, 256)
+    moments, size, centre = torch.zeros(1, 12, 591, 128), torch.ones(591), torch.zeros(1, 12, 1, 128)
+    means, lse, scores = torch.zeros(1, 12, 2, 128), torch.zeros(1, 12, 256), torch.zeros(1, 2, 3, 591)
+    skipped = torch.zeros(1, 12, 2, 1, dtype=torch.int32)
+
+    def run() -> None:
+        fused_triton.gather_moments_triton(tokens, perm, block_size=128, variance=True, tile=form.gather)
+        fused_triton.gather_moments_triton(tokens, perm, block_size=128, variance=False, tile=form.gather_means)
+        fused_triton.scatter_tokens_triton(tokens, perm)
+        scores_triton.split_scores_triton(
+            moments, moments, moments, moments, size, centre, beta=0.5, log_count=True, second_order=True,
+            residual=True, scale=0.1, tile=form.scores,
+        )  # fmt: skip
+        lists_triton.list_blocks_triton(scores, 296, return_skipped=True, num_warps=form.select_warps)
+        for tile in (form.centroids, form.centroids._replace(registers=None)):
+            skipped_triton.add_skipped_triton(
+                tokens, lse, tokens, means, means, skipped, None, perm, block_size=128, scale=0.1, tile=tile
+            )
+        windows_triton.window_orders_triton(
+            tokens[:, :2], torch.zeros(1, 2, 1, 128), torch.arange(256), 128, descending=True, tile=form.windows
+        )
+
+    return launches_of([fused_triton, lists_triton, scores_triton, skipped_triton, windows_triton], run)

@@ -1,13 +1,12 @@
 """What the interpreter and a GPU check of the kernels for scores and selection: a difference or equality each."""
 
 from collections.abc import Callable
-from unittest import mock
 
 import torch
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.ba_att import block_mask, block_statistics, forms, select_blocks
-from diffsieve.kernels.ba_att.fused_selection import list_blocks_fused, score_blocks_fused, select_blocks_fused
+from diffsieve.kernels.ba_att import block_statistics, forms, select_blocks
+from diffsieve.kernels.ba_att.fused_selection import list_blocks_fused, score_blocks_fused
 from diffsieve.kernels.ba_att.norm_sort import sort_windows, token_norms
 from diffsieve.kernels.ba_att.reference import select_row
 from diffsieve.kernels.ba_att.scores import _tf32_part, score_blocks
@@ -16,17 +15,14 @@ from diffsieve.kernels.ba_att.selection import skipped_blocks
 OPTIONS = {"beta": 0.5, "center_keys": True, "log_count": True, "second_order": True, "scale": 0.2}
 
 
-def score_difference(
-    device: str, form: str, score: str, length: int, dim: int, gain: float = 1.0, **options: object
-) -> float:
+def score_difference(device: str, score: str, length: int, dim: int, gain: float = 1.0, **options: object) -> float:
     """Largest difference from the scores in fp64, as a share of the sizes of all their terms, added up (at least 1)."""
     generator = torch.Generator().manual_seed(testing.SEED)
     query = gain * torch.randn(2, 4, length, dim, generator=generator) + 0.3
     key = gain * torch.randn(2, 2, length + 21, dim, generator=generator) + 0.5
     settings = {**OPTIONS, **options}
     stats = [block_statistics(x.to(device), 16) for x in (query, key)]
-    chosen = forms.Forms(scores=forms.ScoreTile(64, 32, 16, 4, 2) if form == "split beforehand" else None)
-    with testing.poisoned_memory(), mock.patch.object(forms, "FORMS", chosen):
+    with testing.poisoned_memory():
         got = score_blocks_fused(score, *stats, **settings).double()
     exact = [type(s)(*(x.double() for x in s)) for s in stats]
     expected = score_blocks(score, *exact, key.double(), 16, **settings)
@@ -60,32 +56,21 @@ def factors_are_equal(device: str) -> bool:
     return all(equal)
 
 
-def selection_is_equal(device: str, scores: torch.Tensor, kept: int) -> bool:
-    """Lists and mask against PyTorch's sort, and against the definition."""
-    with testing.poisoned_memory():
-        index, mask = select_blocks_fused(scores.to(device), kept, return_mask=True)
-        alone, nothing = select_blocks_fused(scores.to(device), kept, return_mask=False)
-    index, mask = index.cpu(), mask.cpu()
-    rows = zip(scores.flatten(0, -2), index.flatten(0, -2), strict=True)
-    return (
-        index.dtype is torch.int32
-        and torch.equal(index, select_blocks(scores, kept))
-        and torch.equal(index, alone.cpu())
-        and torch.equal(mask, block_mask(index, None, scores.shape[-1]))
-        and nothing.numel() == 0
-        and (bool(scores.isnan().any()) or all(got.tolist() == select_row(row, kept) for row, got in rows))
-    )
-
-
 def lists_are_equal(device: str, scores: torch.Tensor, kept: int) -> bool:
-    """Lists of kept and of skipped blocks against PyTorch's sort."""
+    """Lists of kept and of skipped blocks against PyTorch's sort, and against the definition."""
     with testing.poisoned_memory():
         index, skipped = list_blocks_fused(scores.to(device), kept, return_skipped=True)
         alone, nothing = list_blocks_fused(scores.to(device), kept, return_skipped=False)
     expected = select_blocks(scores, kept)
     others, _ = skipped_blocks(expected, None, scores.shape[-1])
     same = [torch.equal(x.cpu(), y) for x, y in ((index, expected), (alone, expected), (skipped, others))]
-    return all(same) and nothing.numel() == 0 and {index.dtype, skipped.dtype} == {torch.int32}
+    rows = zip(scores.flatten(0, -2), expected.flatten(0, -2), strict=True)
+    return (
+        all(same)
+        and nothing.numel() == 0
+        and {index.dtype, skipped.dtype} == {torch.int32}
+        and (bool(scores.isnan().any()) or all(row.tolist() == select_row(score, kept) for score, row in rows))
+    )
 
 
 def window_order_is_equal(device: str, length: int, window: int, descending: bool, gain: float = 1.0) -> bool:
@@ -150,10 +135,7 @@ def checks() -> dict[str, Callable[[str], float | bool]]:
             "first order": {"length": 100, "dim": 32, "second_order": False},
             "paper": {"length": 100, "dim": 32, "beta": 1.0, "center_keys": False, "log_count": False},
         }.items():
-            for form in ("split as it goes", "split beforehand"):
-                found[f"scores: {score}, {name}, {form}"] = lambda device, f=form, s=score, o=options: score_difference(
-                    device, f, s, **o
-                )
+            found[f"scores: {score}, {name}"] = lambda device, s=score, o=options: score_difference(device, s, **o)
     found["factors of the scores"] = factors_are_equal
     for length, window in ((1, 16), (33, 64), (75, 16), (450, 96), (450, 450)):
         for descending in (True, False):
@@ -162,6 +144,5 @@ def checks() -> dict[str, Callable[[str], float | bool]]:
             )
     found["window order: large activations"] = lambda device: window_order_is_equal(device, 450, 96, True, gain=64.0)
     for name, (scores, kept) in _scores().items():
-        found[f"selection: {name}"] = lambda device, s=scores, k=kept: selection_is_equal(device, s, k)
         found[f"lists: {name}"] = lambda device, s=scores, k=kept: lists_are_equal(device, s, k)
     return found

@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from diffsieve.kernels.ba_att.fused_selection import _list_blocks_op, _score_blocks_op, _select_blocks_op
+from diffsieve.kernels.ba_att.fused_selection import _list_blocks_op, _score_blocks_op
 from tests.kernels.ba_att_selection_cases import checks
 
 if __name__ == "__main__":
@@ -21,7 +21,6 @@ if __name__ == "__main__":
     for check in ("test_schema", "test_faketensor"):
         options = (0.5, True, True, False, 0.3)
         torch.library.opcheck(_score_blocks_op, (*[moments] * 4, size, centre, *options), test_utils=check)
-        for return_mask in (True, False):
-            torch.library.opcheck(_select_blocks_op, (torch.randn(2, 3, 7), 4, return_mask), test_utils=check)
-            torch.library.opcheck(_list_blocks_op, (torch.randn(2, 3, 7), 4, return_mask), test_utils=check)
+        for return_skipped in (True, False):
+            torch.library.opcheck(_list_blocks_op, (torch.randn(2, 3, 7), 4, return_skipped), test_utils=check)
     json.dump({name: check("cpu") for name, check in checks().items()}, sys.stdout)

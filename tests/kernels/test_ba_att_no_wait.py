@@ -6,10 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diffsieve.kernels.ba_att import ba_attention, forms
+from diffsieve.kernels.ba_att import ba_attention
 from diffsieve.kernels.ba_att.calibration import _attention_mass
 from diffsieve.kernels.ba_att.ordering import _sort_all_heads, _sort_known_heads
-from tests.kernels.ba_att_cases import FORMS
 
 GRID, LENGTH, HEADS = (5, 9, 10), 450, 4
 CASES = [
@@ -44,10 +43,9 @@ def case_id(case):
     return "-".join(str(value) for value in case.values())
 
 
-@pytest.mark.parametrize(("backend", "form"), [("torch", "default"), ("auto", "default"), ("auto", "lists")])
+@pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_whole_call(case, backend, form, monkeypatch):
-    monkeypatch.setattr(forms, "FORMS", FORMS[form])
+def test_whole_call(case, backend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     # It looks at the values of a table on the CPU, which fake tensors do not have.
     monkeypatch.setattr("diffsieve.kernels.ba_att.ordering._check_orders", lambda *_: None)
@@ -66,8 +64,7 @@ def test_whole_call(case, backend, form, monkeypatch):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("table", [[0, 0, 0, 0], [0, 1, 2, 0], [3, 3, 0, 1], [4, 3, 4, 2]], ids=str)
-def test_orders_of_heads(table, fused, monkeypatch):
-    monkeypatch.setattr(forms, "FORMS", FORMS["lists"])
+def test_orders_of_heads(table, fused):
     with FakeTensorMode():
         query, key = on_a_gpu(2, HEADS, LENGTH, 16), on_a_gpu(2, 2, LENGTH, 16)
         kept = on_a_gpu(5, LENGTH, dtype=torch.int64)
@@ -77,9 +74,7 @@ def test_orders_of_heads(table, fused, monkeypatch):
             _sort_all_heads(query, key, on_device, kept, 64, True)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_mass_of_the_calibration(form, monkeypatch):
-    monkeypatch.setattr(forms, "FORMS", FORMS[form])
+def test_mass_of_the_calibration():
     with FakeTensorMode():
         query, key = on_a_gpu(2, HEADS, 2 * 32, 16), on_a_gpu(2, LENGTH, 2, 16).transpose(1, 2)
         with NoWait():
@@ -99,10 +94,8 @@ def test_a_wait_is_noticed():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_on_a_gpu(case, form, monkeypatch):
-    monkeypatch.setattr(forms, "FORMS", FORMS[form])
+def test_on_a_gpu(case):
     length = LENGTH + case.get("text_suffix", 0)
     inputs = [torch.randn(1, length, HEADS, 64, device="cuda").bfloat16().transpose(1, 2) for _ in range(3)]
     options = {**case, "orders": torch.tensor([0, 1, 3, 4]) if case["orders"] == "table" else case["orders"]}

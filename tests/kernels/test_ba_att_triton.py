@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.ba_att import ba_attention, calibrate_orders, forms
+from diffsieve.kernels.ba_att import ba_attention, calibrate_orders
 from diffsieve.kernels.ba_att.reference import ba_attention_reference
-from tests.kernels.ba_att_cases import CASES, FORMS, make_inputs, relative_error
+from tests.kernels.ba_att_cases import CASES, make_inputs, relative_error
 from tests.kernels.own_process import run_script
 
 
@@ -16,18 +16,16 @@ def interpreted():
     return run_script("interpreted_ba_att.py")
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_whole_call(interpreted, case, form):
-    found = interpreted[form][str(case)]
+def test_whole_call(interpreted, case):
+    found = interpreted["whole call"][str(case)]
     assert found["same blocks"]
     assert found["error"] <= 2 * found["plain error"]
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_steps(interpreted, case, form):
-    differences = interpreted[f"{form}, steps"][str(case)]
+def test_steps(interpreted, case):
+    differences = interpreted["steps"][str(case)]
     assert len(differences) == 6
     assert all(difference < 1e-5 for difference in differences.values())
 
@@ -44,17 +42,17 @@ def test_calibration_with_the_fused_gather(interpreted):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_whole_call_on_a_gpu(case, dtype, form, monkeypatch):
-    monkeypatch.setattr(forms, "FORMS", FORMS[form])
+# On Hopper `auto` takes the kernel for it where its shapes allow.
+@pytest.mark.parametrize(("backend", "kernels"), [("triton", ["triton"]), ("auto", ["triton", "hopper"])])
+def test_whole_call_on_a_gpu(case, dtype, backend, kernels):
     inputs = make_inputs(case, dtype, "cuda")
     options = case.options()
     with testing.poisoned_memory():
-        out, info = ba_attention(*inputs, return_info=True, **options)
-        again = ba_attention(*inputs, **options)
-    assert info.backend in ("triton", "hopper")
+        out, info = ba_attention(*inputs, backend=backend, return_info=True, **options)
+        again = ba_attention(*inputs, backend=backend, **options)
+    assert info.backend in kernels
     assert torch.equal(out, again)
     plain, plain_info = ba_attention(*inputs, backend="torch", return_info=True, **options)
     assert torch.equal(info.block_index, plain_info.block_index)
@@ -63,9 +61,7 @@ def test_whole_call_on_a_gpu(case, dtype, form, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
-def test_calibration_on_a_gpu(form, monkeypatch):
-    monkeypatch.setattr(forms, "FORMS", FORMS[form])
+def test_calibration_on_a_gpu():
     case = CASES[1]
     query, key, _ = make_inputs(case, torch.bfloat16)
     options = {"grid_thw": case.grid, "density": case.density, "block_size": case.block_size}
@@ -77,10 +73,9 @@ def test_calibration_on_a_gpu(form, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("form", "table"), [("default", "cuda"), ("default", "cpu"), ("lists", "cpu")])
-def test_compiled_whole_call_on_a_gpu(form, table, monkeypatch):
+@pytest.mark.parametrize("table", ["cuda", "cpu"])
+def test_compiled_whole_call_on_a_gpu(table):
     torch._dynamo.reset()
-    monkeypatch.setattr(forms, "FORMS", FORMS[form])
     case = CASES[0]
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     options = {**case.options(), "orders": torch.tensor(case.orders, device=table)}

@@ -40,28 +40,9 @@ def block_sparse() -> list:
 
 
 def ba_att() -> list:
-    from diffsieve.kernels.ba_att import centroids_triton, forms, fused_triton, selection_triton, windows_triton
+    from tests.kernels.ba_att_cases import launches
 
-    tokens, order = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16), torch.arange(256)
-
-    def run() -> None:
-        fused_triton.gather_moments_triton(tokens, order, block_size=128, variance=True, tile=forms.GatherTile())
-        fused_triton.scatter_tokens_triton(tokens, order)
-        means = torch.zeros(1, 2, 2, 64)
-        centroids_triton.add_centroids_triton(
-            tokens, torch.zeros(1, 2, 256), tokens, means, means, torch.ones(2),
-            torch.ones(1, 2, 2, 2, dtype=torch.bool), block_size=128, scale=0.1,
-        )  # fmt: skip
-        selection_triton.block_scores_triton(
-            means, means, means, means, torch.ones(2), torch.zeros(1, 2, 1, 64),
-            beta=0.5, log_count=True, second_order=True, residual=False, scale=0.1,
-        )  # fmt: skip
-        selection_triton.select_blocks_triton(torch.zeros(1, 2, 2, 2), 1, return_mask=False)
-        windows_triton.window_orders_triton(
-            tokens, torch.zeros(1, 2, 1, 64), order, 128, descending=True, tile=forms.WindowTile()
-        )
-
-    return launches_of([centroids_triton, fused_triton, selection_triton, windows_triton], run)
+    return launches()
 
 
 def llsa() -> list:

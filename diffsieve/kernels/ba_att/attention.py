@@ -12,12 +12,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..block_sparse import block_sparse_attention, choose_backend
-from . import forms
 from .centroids import add_centroids, add_skipped_fused
 from .checks import check_arguments
 from .custom import CustomSelection
 from .fused import fuses, gather_with_means, gather_with_statistics, scatter_tokens
-from .fused_selection import list_blocks_fused, score_blocks_fused, select_blocks_fused, selects
+from .fused_selection import list_blocks_fused, score_blocks_fused, selects
 from .ordering import Grid, Orders, TokenOrders, gather_tokens, token_orders
 from .scores import score_blocks
 from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p, skipped_blocks
@@ -136,8 +135,6 @@ def ba_attention(
     chosen = choose_backend(query, key, block_size=block_size, backend=backend).name
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     fused = chosen not in ("torch", "reference") and not differentiable and fuses(query, block_size)
-    # Compensation over the lists of skipped blocks.
-    listed = fused and compensate == "centroid" and forms.FORMS.centroids is not None
 
     with stage("selection"):
         if custom is not None and custom.order is not None:
@@ -160,7 +157,7 @@ def ba_attention(
         else:
             v = gather_tokens(video_value, order.key)
         kept = _video_budget(density, key_stats, num_text, block_size)
-        block_count = kept_mask = skipped = None
+        block_count = skipped = None
         if custom is not None and custom.select is not None:
             block_index, block_count = custom.select(
                 q.detach(), k.detach(), kept=kept, block_size=block_size, scale=scale
@@ -177,10 +174,8 @@ def ba_attention(
                 scores = score_blocks_fused(score, query_stats, key_stats, **how)
             else:
                 scores = score_blocks(score, query_stats, key_stats, k.detach(), block_size, **how)
-            if top_p is None and fused and selects(scores.shape[-1]) and forms.FORMS.select_warps is not None:
-                block_index, skipped = list_blocks_fused(scores, kept, return_skipped=listed)
-            elif top_p is None and fused and selects(scores.shape[-1]):
-                block_index, kept_mask = select_blocks_fused(scores, kept, return_mask=compensate == "centroid")
+            if top_p is None and fused and selects(scores.shape[-1]):
+                block_index, skipped = list_blocks_fused(scores, kept, return_skipped=compensate == "centroid")
             elif top_p is None:
                 block_index = select_blocks(scores, kept)
             else:
@@ -188,7 +183,7 @@ def ba_attention(
                 block_index, block_count = select_blocks_top_p(scores, top_p, min_blocks=fewest, max_blocks=kept)
 
     # The kernel that compensates is the last one, unless text joins: it can write to where the tokens came from.
-    compensated_in_place = listed and not num_text
+    compensated_in_place = fused and compensate == "centroid" and not num_text
     attend = partial(_attend, block_size=block_size, scale=scale, backend=backend)
     with stage("attention"):
         if compensate == "none" and not num_text:
@@ -196,16 +191,15 @@ def ba_attention(
         else:
             out, lse = attend(q, k, v, block_index, block_count)
             num_key = key_stats.size.shape[0]
-            if listed:
+            if compensate == "centroid" and fused:
                 blocks = skipped_blocks(block_index, block_count, num_key) if skipped is None else (skipped, None)
                 perm = order.query if compensated_in_place else None
                 means = (key_stats.mean, value_mean)
                 out, lse = add_skipped_fused(out, lse, q, *means, *blocks, perm, block_size=block_size, scale=scale)
             elif compensate == "centroid":
-                if kept_mask is None:
-                    kept_mask = block_mask(block_index, block_count, num_key)
+                kept_mask = block_mask(block_index, block_count, num_key)
                 inputs = (out, lse, q, key_stats.mean, value_mean, key_stats.size, kept_mask)
-                out, lse = add_centroids(*inputs, block_size=block_size, scale=scale, fused=fused)
+                out, lse = add_centroids(*inputs, block_size=block_size, scale=scale)
             if num_text:
                 text_key, text_value = (_text_tokens(x, text_prefix, text_suffix) for x in (key, value))
                 every = torch.arange(-(-num_text // block_size), dtype=torch.int32, device=q.device)

@@ -1,7 +1,6 @@
 """Which token order suits which head, measured on a few query blocks with exact attention."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -9,7 +8,6 @@ import torch
 from diffsieve.errors import UserInputError
 
 from ..block_sparse import choose_backend
-from . import forms
 from .fused import fuses, gather_with_statistics
 from .ordering import CANDIDATE_ORDERS, NEEDS_GRID, Grid, gather_tokens, token_orders
 from .scores import score_blocks
@@ -195,27 +193,14 @@ def _attention_mass(probe_query: torch.Tensor, key: torch.Tensor, rows: int, sca
     dtype = torch.promote_types(key.dtype, torch.float32)
     group = heads // key.shape[1]
     heads_at_once = max(1, _CHUNK // (batch * rows * key.shape[2]))
-    in_half = forms.FORMS.half_logits and key.is_cuda and key.dtype in (torch.bfloat16, torch.float16)
     parts = []
     for head in range(0, heads, heads_at_once):
-        queries = probe_query[:, head : head + heads_at_once]
+        queries = probe_query[:, head : head + heads_at_once].to(dtype) * scale
         source = torch.arange(head, head + queries.shape[1], device=key.device) // group
-        keys = key.index_select(1, source)
-        if in_half:
-            logits = partial(_half_logits, keys=keys, scale=scale)
-        else:
-            queries, keys = queries.to(dtype) * scale, keys.to(dtype).transpose(-1, -2)
-            logits = partial(torch.matmul, other=keys)
+        keys = key.index_select(1, source).to(dtype).transpose(-1, -2)
         blocks = queries.split(rows, dim=2)
-        parts.append(torch.stack([torch.softmax(logits(block), dim=-1).mean(dim=2) for block in blocks], dim=2))
+        parts.append(torch.stack([torch.softmax(block @ keys, dim=-1).mean(dim=2) for block in blocks], dim=2))
     return torch.cat(parts, dim=1)
-
-
-def _half_logits(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * Q·K in fp32 of bf16 or fp16 tokens: tensor cores take the products exactly and add them up in fp32."""
-    flat_keys = keys.flatten(0, 1).transpose(-1, -2)
-    logits = torch.bmm(queries.flatten(0, 1), flat_keys, out_dtype=torch.float32)
-    return logits.mul_(scale).unflatten(0, queries.shape[:2])
 
 
 def _ordered_mass(mass: torch.Tensor, perm: torch.Tensor | None) -> torch.Tensor:

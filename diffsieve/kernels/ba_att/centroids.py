@@ -24,11 +24,10 @@ def add_centroids(
     *,
     block_size: int,
     scale: float,
-    fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add every skipped block of keys to finished attention, as n copies of its mean key and mean value.
 
-    Differentiable unless fused.
+    Differentiable. A slice of query blocks at a time.
 
     Args:
         out: (B, H, L, D), attention over the kept blocks.
@@ -40,121 +39,10 @@ def add_centroids(
         kept: (B, H, Nq, Nk) bool; the other blocks are added.
         block_size: queries per row of `kept`.
         scale: factor of the logits.
-        fused: one Triton kernel, with the means in the dtype of `query`, instead of PyTorch's; see `fused.fuses`.
 
     Returns:
         The output in the dtype of `out`, and the log-sum-exp over kept keys and centroids.
     """
-    inputs = out, lse, query, key_mean, value_mean, size, kept
-    if fused:
-        result: tuple[torch.Tensor, torch.Tensor] = _add_centroids_op(*inputs, block_size, float(scale))
-        return result
-    return _add_centroids_torch(*inputs, block_size, float(scale))
-
-
-def add_skipped_fused(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key_mean: torch.Tensor,
-    value_mean: torch.Tensor,
-    skipped: torch.Tensor,
-    skipped_count: torch.Tensor | None,
-    perm: torch.Tensor | None,
-    *,
-    block_size: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_centroids` over lists of skipped blocks, as many keys as queries, the order undone: one Triton kernel.
-
-    Args:
-        out: 0 where `lse` is -inf.
-        skipped: int32 (B, H, Nq, S), the blocks to add, ascending.
-        skipped_count: int32 (B, H, Nq), valid entries of `skipped`; `None` for all.
-        perm: order of the queries, (L,) or (B, H, L), to be undone in the output; `None` for none.
-
-    Returns:
-        The output (B, H, L, D), in memory as (B, L, H, D) if an order is undone, and the log-sum-exp over kept keys and
-        centroids, in the order of `query`.
-    """
-    inputs = out, lse, query, key_mean, value_mean, skipped, skipped_count, perm
-    result: tuple[torch.Tensor, torch.Tensor] = _add_skipped_op(*inputs, block_size, float(scale))
-    return result
-
-
-@torch.library.custom_op("diffsieve::add_centroids", mutates_args=())
-def _add_centroids_op(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key_mean: torch.Tensor,
-    value_mean: torch.Tensor,
-    size: torch.Tensor,
-    kept: torch.Tensor,
-    block_size: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from .centroids_triton import add_centroids_triton
-
-    inputs = out, lse, query, key_mean, value_mean, size, kept
-    return add_centroids_triton(*inputs, block_size=block_size, scale=scale)
-
-
-@_add_centroids_op.register_fake
-def _(out: torch.Tensor, lse: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(out), torch.empty_like(lse)
-
-
-@torch.library.custom_op("diffsieve::add_skipped", mutates_args=())
-def _add_skipped_op(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key_mean: torch.Tensor,
-    value_mean: torch.Tensor,
-    skipped: torch.Tensor,
-    skipped_count: torch.Tensor | None,
-    perm: torch.Tensor | None,
-    block_size: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from .skipped_triton import add_skipped_triton
-
-    inputs = out, lse, query, key_mean, value_mean, skipped, skipped_count, perm
-    tile = forms.FORMS.centroids or forms.CentroidTile()
-    return add_skipped_triton(*inputs, block_size=block_size, scale=scale, tile=tile)
-
-
-@_add_skipped_op.register_fake
-def _(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key_mean: torch.Tensor,
-    value_mean: torch.Tensor,
-    skipped: torch.Tensor,
-    skipped_count: torch.Tensor | None,
-    perm: torch.Tensor | None,
-    *_: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if perm is None:
-        return torch.empty_like(out), torch.empty_like(lse)
-    batch, heads, length, dim = out.shape
-    return out.new_empty((batch, length, heads, dim)).transpose(1, 2), torch.empty_like(lse)
-
-
-def _add_centroids_torch(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key_mean: torch.Tensor,
-    value_mean: torch.Tensor,
-    size: torch.Tensor,
-    kept: torch.Tensor,
-    block_size: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A slice of query blocks at a time."""
     batch, heads, length, _ = query.shape
     num_query, num_key = kept.shape[2:]
     group = heads // value_mean.shape[1]
@@ -173,3 +61,72 @@ def _add_centroids_torch(
         outs.append(mixed.to(out.dtype))
         totals.append(total)
     return torch.cat(outs, dim=2), torch.cat(totals, dim=2)
+
+
+def add_skipped_fused(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key_mean: torch.Tensor,
+    value_mean: torch.Tensor,
+    skipped: torch.Tensor,
+    skipped_count: torch.Tensor | None,
+    perm: torch.Tensor | None,
+    *,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_centroids` over lists of skipped blocks, as many keys as queries, the order undone: one Triton kernel.
+
+    The means are rounded to the dtype of `query`. No gradient; see `fused.fuses`.
+
+    Args:
+        out: 0 where `lse` is -inf.
+        skipped: int32 (B, H, Nq, S), the blocks to add, ascending.
+        skipped_count: int32 (B, H, Nq), valid entries of `skipped`; `None` for all.
+        perm: order of the queries, (L,) or (B, H, L), to be undone in the output; `None` for none.
+
+    Returns:
+        The output (B, H, L, D), in memory as (B, L, H, D) if an order is undone, and the log-sum-exp over kept keys and
+        centroids, in the order of `query`.
+    """
+    inputs = out, lse, query, key_mean, value_mean, skipped, skipped_count, perm
+    result: tuple[torch.Tensor, torch.Tensor] = _add_skipped_op(*inputs, block_size, float(scale))
+    return result
+
+
+@torch.library.custom_op("diffsieve::add_skipped", mutates_args=())
+def _add_skipped_op(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key_mean: torch.Tensor,
+    value_mean: torch.Tensor,
+    skipped: torch.Tensor,
+    skipped_count: torch.Tensor | None,
+    perm: torch.Tensor | None,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from .skipped_triton import add_skipped_triton
+
+    inputs = out, lse, query, key_mean, value_mean, skipped, skipped_count, perm
+    return add_skipped_triton(*inputs, block_size=block_size, scale=scale, tile=forms.FORMS.centroids)
+
+
+@_add_skipped_op.register_fake
+def _(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key_mean: torch.Tensor,
+    value_mean: torch.Tensor,
+    skipped: torch.Tensor,
+    skipped_count: torch.Tensor | None,
+    perm: torch.Tensor | None,
+    *_: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if perm is None:
+        return torch.empty_like(out), torch.empty_like(lse)
+    batch, heads, length, dim = out.shape
+    return out.new_empty((batch, length, heads, dim)).transpose(1, 2), torch.empty_like(lse)

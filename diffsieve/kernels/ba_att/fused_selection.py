@@ -9,7 +9,7 @@ from . import forms
 from .scores import mean_key
 from .statistics import BlockStatistics
 
-__all__ = ["list_blocks_fused", "score_blocks_fused", "select_blocks_fused", "selects"]
+__all__ = ["list_blocks_fused", "score_blocks_fused", "selects"]
 
 # Scores of one row that a program holds in registers.
 _MAX_COLUMNS = 16_384
@@ -40,16 +40,6 @@ def score_blocks_fused(
     return out
 
 
-def select_blocks_fused(scores: torch.Tensor, kept: int, *, return_mask: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`selection.select_blocks` of fp32 scores (..., Nk), with its rule for ties, and its `block_mask`.
-
-    Returns:
-        int32 (..., kept), ascending; bool (..., Nk), empty unless asked for.
-    """
-    found: tuple[torch.Tensor, torch.Tensor] = _select_blocks_op(scores, kept, return_mask)
-    return found
-
-
 def list_blocks_fused(scores: torch.Tensor, kept: int, *, return_skipped: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """`selection.select_blocks` of fp32 scores (..., Nk), with its rule for ties, and the list of the other blocks.
 
@@ -75,17 +65,12 @@ def _score_blocks_op(
     scale: float,
 ) -> torch.Tensor:
     from .scores_triton import split_scores_triton
-    from .selection_triton import block_scores_triton
 
     inputs = (query_mean, query_variance, key_mean, key_variance, key_size, centre)
-    tile = forms.FORMS.scores
-    if tile is None:
-        return block_scores_triton(
-            *inputs, beta=beta, log_count=log_count, second_order=second_order, residual=residual, scale=scale
-        )
     return split_scores_triton(
-        *inputs, beta=beta, log_count=log_count, second_order=second_order, residual=residual, scale=scale, tile=tile
-    )
+        *inputs, beta=beta, log_count=log_count, second_order=second_order, residual=residual, scale=scale,
+        tile=forms.FORMS.scores,
+    )  # fmt: skip
 
 
 @_score_blocks_op.register_fake
@@ -93,25 +78,11 @@ def _(query_mean: torch.Tensor, query_variance: torch.Tensor, key_mean: torch.Te
     return query_mean.new_empty((*query_mean.shape[:3], key_mean.shape[2]))
 
 
-@torch.library.custom_op("diffsieve::select_blocks", mutates_args=())
-def _select_blocks_op(scores: torch.Tensor, kept: int, return_mask: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    from .selection_triton import select_blocks_triton
-
-    return select_blocks_triton(scores, kept, return_mask=return_mask)
-
-
-@_select_blocks_op.register_fake
-def _(scores: torch.Tensor, kept: int, return_mask: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    index = scores.new_empty((*scores.shape[:-1], kept), dtype=torch.int32)
-    return index, scores.new_empty(scores.shape if return_mask else (0,), dtype=torch.bool)
-
-
 @torch.library.custom_op("diffsieve::list_blocks", mutates_args=())
 def _list_blocks_op(scores: torch.Tensor, kept: int, return_skipped: bool) -> tuple[torch.Tensor, torch.Tensor]:
     from .lists_triton import list_blocks_triton
 
-    num_warps = forms.FORMS.select_warps
-    return list_blocks_triton(scores, kept, return_skipped=return_skipped, num_warps=num_warps or 1)
+    return list_blocks_triton(scores, kept, return_skipped=return_skipped, num_warps=forms.FORMS.select_warps)
 
 
 @_list_blocks_op.register_fake

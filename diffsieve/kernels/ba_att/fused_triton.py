@@ -1,6 +1,6 @@
 """Gather with block moments, and its undoing, in Triton: every token is read once and written once.
 
-One program takes the tokens of one block: [BLOCK_SIZE, D], D padded to a power of two.
+One program takes the tokens of one block, or a part of their channels: [BLOCK_SIZE, BLOCK_D].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def gather_moments_kernel(  # type: ignore[no-untyped-def]
     stride_b, stride_h, stride_l, stride_d, stride_perm,
     heads_per_kv, length,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_PERM: tl.constexpr, VARIANCE: tl.constexpr, ONE_PASS: tl.constexpr,
+    HAS_PERM: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
     # The parts of the channels of a block run side by side.
     PARTS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
@@ -43,24 +43,9 @@ def gather_moments_kernel(  # type: ignore[no-untyped-def]
     count = tl.minimum(length - block * BLOCK_SIZE, BLOCK_SIZE).to(tl.float32)
     values = rows.to(tl.float32)
     moments = (batch_head * tl.cdiv(length, BLOCK_SIZE) + block) * HEAD_DIM + o_d
-    if VARIANCE and ONE_PASS:
-        # E[x²] - E[x]² of the distances to the first token: that lies within sqrt(n) standard deviations of the mean
-        # of n tokens, so no more than a factor n of the rounding error is left.
-        if HAS_PERM:
-            first = tl.load(perm + batch_head * stride_perm + block * BLOCK_SIZE).to(tl.int64)
-        else:
-            first = (block * BLOCK_SIZE).to(tl.int64)
-        b_first = tl.load(base + first * stride_l + o_d.to(tl.int64) * stride_d, mask=o_d < HEAD_DIM, other=0.0)
-        b_first = b_first.to(tl.float32)
-        values = tl.where(row_mask[:, None], values - b_first[None, :], 0.0)
-        b_mean = tl.sum(values, 0) / count
-        b_square = tl.sum(values * values, 0) / count
-        tl.store(mean + moments, b_first + b_mean, mask=o_d < HEAD_DIM)
-        tl.store(variance + moments, tl.maximum(b_square - b_mean * b_mean, 0.0), mask=o_d < HEAD_DIM)
-    else:
-        b_mean = tl.sum(values, 0) / count
-        tl.store(mean + moments, b_mean, mask=o_d < HEAD_DIM)
-    if VARIANCE and not ONE_PASS:
+    b_mean = tl.sum(values, 0) / count
+    tl.store(mean + moments, b_mean, mask=o_d < HEAD_DIM)
+    if VARIANCE:
         # From the mean: E[x²] - E[x]² cancels badly under a channel bias.
         centred = tl.where(mask, values - b_mean[None, :], 0.0)
         tl.store(variance + moments, tl.sum(centred * centred, 0) / count, mask=o_d < HEAD_DIM)
@@ -84,14 +69,14 @@ def gather_moments_triton(
     mean = tokens.new_empty((batch, heads, blocks, dim), dtype=torch.float32)
     squares = torch.empty_like(mean) if variance else mean.new_empty(0)
     channels = min(tile.channels, max(16, triton.next_power_of_2(dim)))
-    # Warps of small blocks: as many values for each thread as in a block of 128 tokens of 128 channels.
-    num_warps = max(1, tile.num_warps * block_size * channels // (128 * min(tile.channels, 128)))
+    # Warps of small blocks: as many values for each thread as in a block of 128 tokens.
+    num_warps = max(1, tile.num_warps * block_size * channels // (128 * tile.channels))
     with torch.cuda.device_of(tokens):
         gather_moments_kernel[blocks * triton.cdiv(dim, channels), heads, batch](
             tokens, perm, ordered, mean, squares, *tokens.stride(), length if per_head else 0,
             heads // kv_heads, length,
             BLOCK_SIZE=block_size, HEAD_DIM=dim, BLOCK_D=channels, HAS_PERM=perm is not None, VARIANCE=variance,
-            ONE_PASS=tile.one_pass, num_warps=num_warps,
+            num_warps=num_warps,
         )  # fmt: skip
     return ordered, mean, squares
 

@@ -294,7 +294,7 @@ def _sort_all_heads(
 def _window_order(key: torch.Tensor, curve: torch.Tensor, window: int, descending: bool, fused: bool) -> torch.Tensor:
     """The curve (L,) with the keys of every window sorted by their distance from the mean key, (B, H, L)."""
     # Every token of a window is compared with all others of it: not for windows of any size.
-    if fused and forms.FORMS.windows is not None and window <= _MAX_COUNTED_WINDOW:
+    if fused and window <= _MAX_COUNTED_WINDOW:
         found: torch.Tensor = _window_order_op(key, mean_key(key), curve, window, descending)
         return found
     return curve[sort_windows(token_norms(key, mean_key(key)).index_select(-1, curve), window, descending)]
@@ -306,8 +306,7 @@ def _window_order_op(
 ) -> torch.Tensor:
     from .windows_triton import window_orders_triton
 
-    tile = forms.FORMS.windows or forms.WindowTile()
-    return window_orders_triton(key, centre, curve, window, descending=descending, tile=tile)
+    return window_orders_triton(key, centre, curve, window, descending=descending, tile=forms.FORMS.windows)
 
 
 @_window_order_op.register_fake
