@@ -5,8 +5,8 @@
 12 heads of 128 and of 64, bf16, 4K to 128K tokens, and rows of text (512 queries over a clip's keys). Every result is
 compared with fp64 on sampled rows before it is timed, and a second run with the first, bit for bit; activations times
 200 come first, with one rounding more in their bound. Times are medians in ms with the L2 cache flushed, of CUDA graphs
-and (up to 32K tokens) of eager calls. Writes `dense_full_lists.json` after every row; its `table` is `MEASURED_SM90` of
-`kernels/block_sparse/dense.py`.
+and (up to 32K tokens) of eager calls. Writes `dense_full_lists.json` after every row, from which `_FEWEST_BLOCKS` of
+`kernels/block_sparse/dense.py` follows.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(), "triton": triton.__version__,
-        "command": "python benchmarks/dense_full_lists.py", "rows": [], "table": {},
+        "command": "python benchmarks/dense_full_lists.py", "rows": [],
     }  # fmt: skip
 
     def save() -> None:
@@ -131,13 +131,6 @@ def main() -> int:
                 row["graph_ms"][name] = timed(graph_of(run))
                 if len_k <= 32_768:
                     row["eager_ms"][name] = timed(run)
-            if len_q == len_k:
-                times = [part for part in (row["graph_ms"], row["eager_ms"]) if part]
-                best = {"sdpa": tuple(PEERS)} | {name: (name,) for name in OURS if name in runs}
-                report["table"][f"{dim}, {len_q}"] = {
-                    label: [round(min(part[name] for name in names), 3) for part in times]
-                    for label, names in best.items()
-                }
         save()
         shown = " ".join(f"{name} {ms:.3f}" for name, ms in row["graph_ms"].items())
         eager = " ".join(f"{name} {ms:.3f}" for name, ms in row["eager_ms"].items())

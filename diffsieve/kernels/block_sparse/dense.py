@@ -8,40 +8,11 @@ from torch import Tensor
 from .backends import choose_backend
 from .op import block_sparse_attention
 
-# (head dimension, tokens) -> ms on an H200, 12 heads, bf16, as a CUDA graph and, up to 32,768 tokens, eager: "sdpa" is
-# the fastest backend of PyTorch's scaled_dot_product_attention, ours list all blocks
-# (benchmarks/results/h200/dense_full_lists.json).
-MEASURED_SM90: dict[tuple[int, int], dict[str, tuple[float, ...]]] = {
-    (128, 4_096): {"sdpa": (0.159, 0.159), "hopper": (0.145, 0.314), "hopper-exact": (0.154, 0.308)},
-    (128, 8_192): {"sdpa": (0.613, 0.655), "hopper": (0.527, 0.741), "hopper-exact": (0.611, 0.771)},
-    (128, 16_384): {"sdpa": (2.452, 2.702), "hopper": (2.065, 2.464), "hopper-exact": (2.514, 2.69)},
-    (128, 32_768): {"sdpa": (9.594, 10.92), "hopper": (8.58, 9.585), "hopper-exact": (10.083, 10.489)},
-    (128, 75_648): {"sdpa": (57.258,), "hopper": (48.462,), "hopper-exact": (54.513,)},
-    (128, 131_072): {"sdpa": (174.088,), "hopper": (146.322,), "hopper-exact": (160.363,)},
-    (64, 4_096): {"sdpa": (0.115, 0.114), "hopper": (0.119, 0.278), "hopper-exact": (0.126, 0.285)},
-    (64, 8_192): {"sdpa": (0.428, 0.432), "hopper": (0.432, 0.593), "hopper-exact": (0.455, 0.616)},
-    (64, 16_384): {"sdpa": (1.688, 1.777), "hopper": (1.634, 1.844), "hopper-exact": (1.756, 1.941)},
-    (64, 32_768): {"sdpa": (6.911, 7.235), "hopper": (6.408, 6.934), "hopper-exact": (7.072, 7.288)},
-    (64, 75_648): {"sdpa": (37.831,), "hopper": (33.624,), "hopper-exact": (37.129,)},
-    (64, 131_072): {"sdpa": (114.095,), "hopper": (105.954,), "hopper-exact": (117.532,)},
-}
 _BLOCK = 128
-
-
-def _fewest_blocks() -> dict[tuple[str, int], int]:
-    """(backend, head dimension) -> blocks of the shortest sequence from which on every measurement is won."""
-    fewest: dict[tuple[str, int], int] = {}
-    for backend in ("hopper", "hopper-exact"):
-        for dim in sorted({dim for dim, _ in MEASURED_SM90}):
-            for tokens in sorted((length for d, length in MEASURED_SM90 if d == dim), reverse=True):
-                ms = MEASURED_SM90[dim, tokens]
-                if not all(ours < theirs for ours, theirs in zip(ms[backend], ms["sdpa"], strict=True)):
-                    break
-                fewest[backend, dim] = -(-tokens // _BLOCK)
-    return fewest
-
-
-_FEWEST_BLOCKS = _fewest_blocks()
+# (backend, head dimension) -> blocks of the shortest sequence on an H200 from which on it was faster than the fastest
+# backend of PyTorch's scaled_dot_product_attention at every measured length, as a CUDA graph and, up to 32,768 tokens,
+# eager: 16,384, 32,768 and 75,648 tokens (benchmarks/results/h200/dense_full_lists.json).
+_FEWEST_BLOCKS = {("hopper", 128): 128, ("hopper", 64): 256, ("hopper-exact", 128): 591}
 
 
 def dense_backend(probe: Tensor, tokens: int, *, backend: str = "auto") -> str | None:
