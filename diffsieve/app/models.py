@@ -161,10 +161,15 @@ def _model_index(folder: Path) -> dict[str, Any] | None:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserInputError(f"model_index.json of the model {folder.name} must be JSON, got something else") from None
     if not isinstance(found, dict):
         raise UserInputError(
             f"model_index.json of the model {folder.name} must hold a JSON object, got a {type(found).__name__}"
+        )
+    names = found.get("class_names")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UserInputError(
+            f"class_names in model_index.json of the model {folder.name} must be a list of names, got {names!r:.80}"
         )
     return found

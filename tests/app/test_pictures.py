@@ -252,14 +252,30 @@ def test_the_embedded_model_of_pictures_is_offered_as_soon_as_its_folder_is_ther
     assert (model.classes, model.method) == (tuple(tiny_pixels.CLASSES), "llsa")
 
 
-@pytest.mark.parametrize(("text", "message"), [("[]", "hold a JSON object, got a list"), ("{", "be JSON, got")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "model_index.json of the model damaged must hold a JSON object, got a list"),
+        ("{", "model_index.json of the model damaged must be JSON, got"),
+        ("[" * 100_000, "model_index.json of the model damaged must be JSON, got"),
+        ('{"class_names": 5}', "class_names in model_index.json of the model damaged must be a list of names, got 5"),
+        ('{"class_names": ["a", 1]}', "class_names in model_index.json of the model damaged must be a list of names"),
+    ],
+    ids=["list", "text", "deep", "number", "names"],
+)
 def test_a_damaged_model_index_is_told_at_the_start_and_later(tmp_path, text, message):
     folder = tmp_path / "damaged"
     folder.mkdir()
     (folder / "model_index.json").write_text(text)
     for look in (lambda: offered_models([str(folder)]), lambda: Shelf({"damaged": str(folder)}).classes("damaged")):
-        with pytest.raises(UserInputError, match=f"^model_index.json of the model damaged must {message}"):
+        with pytest.raises(UserInputError, match=f"^{message}"):
             look()
+
+
+def test_a_model_may_know_its_classes_by_number_alone(tmp_path):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "PixelDiTPipeline", "class_names": null}')
+    shelf = Shelf(offered_models([str(tmp_path)]))
+    assert (shelf.pictures(tmp_path.name), shelf.classes(tmp_path.name)) == (True, None)
 
 
 def test_wrong_values_are_refused_before_a_model_of_pictures_is_loaded(handlers, tmp_path):
