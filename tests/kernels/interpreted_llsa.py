@@ -29,7 +29,7 @@ from diffsieve.kernels.llsa.triton_backend import (
     pyramids_triton,
 )
 from tests.kernels import llsa_cases
-from tests.kernels.llsa_triton_cases import CASES, measure
+from tests.kernels.llsa_triton_cases import CASES, measure, not_a_number, op_contract, out_of_range
 
 
 def pyramid_errors() -> dict[str, float]:
@@ -90,36 +90,6 @@ def wide_offsets() -> dict[str, bool]:
             wide = run()
         same[str(case)] = all(map(torch.equal, narrow, wide))
     return same
-
-
-def not_a_number() -> dict[str, bool]:
-    """NaN and infinity in the inputs: lists stay in range, and what comes out is NaN where it must be."""
-    generator = torch.Generator().manual_seed(testing.SEED)
-    q, k, v = (torch.randn(1, 1, 100, 16, generator=generator) for _ in range(3))
-    q[0, 0, 3, 5] = float("nan")
-    k[0, 0, 50, 2] = float("inf")
-    pyramids = [pyramid_triton(x, 8, 2) for x in (q, k, v)]
-    lists = hierarchical_topk_triton(*pyramids[:2], 3, 8)
-    out, _ = enriched_attention_fwd_triton(
-        q, *pyramids[1:], lists, block_size=8, scale=0.25, enrich=True, disjoint=False
-    )
-    in_range = [bool(((i >= -1) & (i < n)).all()) for i, n in zip(lists, level_lengths(100, 8, 2)[1:], strict=True)]
-    return {"in range": all(in_range), "reported": bool(out[0, 0, 3].isnan().all())}
-
-
-def out_of_range() -> dict[str, bool]:
-    """Lists with entries that do not exist: nothing outside the tensors may be read, so nothing may be NaN."""
-    generator = torch.Generator().manual_seed(testing.SEED)
-    q, k, v = (torch.randn(1, 1, 100, 16, generator=generator) for _ in range(3))
-    pyramids = [pyramid_triton(x, 8, 2) for x in (k, v)]
-    entries = [[-7, 0, 500], [2**31 - 1, 13, -1], [2**28, 2**29, 1]]
-    options = {"block_size": 8, "scale": 0.25, "enrich": True, "disjoint": False}
-    finite = {}
-    for row in entries:
-        lists = [torch.tensor(row, dtype=torch.int32).expand(1, 1, n, 3) for n in level_lengths(100, 8, 2)[1:]]
-        out, lse = enriched_attention_fwd_triton(q, *pyramids, lists, **options)
-        finite[str(row)] = bool(out.isfinite().all() and lse.isfinite().all())
-    return finite
 
 
 def limits() -> dict[str, float]:
@@ -240,6 +210,6 @@ if __name__ == "__main__":
     json.dump({
         "cases": report, "wide": wide_offsets(),
         "pyramid": pyramid_errors(), "selection": selection_is_exact(), "nan": not_a_number(),
-        "out_of_range": out_of_range(), "limits": limits(), "long_lists": long_lists(),
+        "out_of_range": out_of_range(), "op": op_contract(), "limits": limits(), "long_lists": long_lists(),
         "nested_lists": nested_lists(), "nested_gradients": nested_gradients(),
     }, sys.stdout)  # fmt: skip

@@ -1,12 +1,14 @@
 """Problems of LLSA that are small enough for the Triton interpreter, and what the tests measure on each."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.llsa import llsa_attention
+from diffsieve.kernels.llsa import hierarchical_topk, llsa_attention
+from diffsieve.kernels.llsa.levels import level_lengths
 from tests.kernels import llsa_cases
 from tests.kernels.compiling import launches_of
 from tests.kernels.llsa_cases import LLSACase
@@ -74,10 +76,68 @@ def measure(case: LLSACase, dtype: torch.dtype, device: str = "cpu") -> dict[str
     return {"errors": errors, "bounds": bounds, "nested": same}
 
 
+def not_a_number(device: str = "cpu") -> dict[str, bool]:
+    """NaN and infinity in the inputs: lists stay in range, and what comes out is NaN where it must be."""
+    from diffsieve.kernels.llsa import triton_backend
+
+    generator = torch.Generator(device).manual_seed(testing.SEED)
+    q, k, v = (torch.randn(1, 1, 100, 16, generator=generator, device=device) for _ in range(3))
+    q[0, 0, 3, 5] = float("nan")
+    k[0, 0, 50, 2] = float("inf")
+    pyramids = [triton_backend.pyramid_triton(x, 8, 2) for x in (q, k, v)]
+    lists = triton_backend.hierarchical_topk_triton(*pyramids[:2], 3, 8)
+    out, _ = triton_backend.enriched_attention_fwd_triton(
+        q, *pyramids[1:], lists, block_size=8, scale=0.25, enrich=True, disjoint=False
+    )
+    in_range = [bool(((i >= -1) & (i < n)).all()) for i, n in zip(lists, level_lengths(100, 8, 2)[1:], strict=True)]
+    return {"in range": all(in_range), "reported": bool(out[0, 0, 3].isnan().all())}
+
+
+def out_of_range(device: str = "cpu") -> dict[str, bool]:
+    """Lists with entries that do not exist: nothing outside the tensors may be read, so nothing may be NaN."""
+    from diffsieve.kernels.llsa import triton_backend
+
+    generator = torch.Generator(device).manual_seed(testing.SEED)
+    q, k, v = (torch.randn(1, 1, 100, 16, generator=generator, device=device) for _ in range(3))
+    pyramids = [triton_backend.pyramid_triton(x, 8, 2) for x in (k, v)]
+    entries = [[-7, 0, 500], [2**31 - 1, 13, -1], [2**28, 2**29, 1]]
+    options = {"block_size": 8, "scale": 0.25, "enrich": True, "disjoint": False}
+    finite = {}
+    for row in entries:
+        lists = [
+            torch.tensor(row, dtype=torch.int32, device=device).expand(1, 1, n, 3) for n in level_lengths(100, 8, 2)[1:]
+        ]
+        out, lse = triton_backend.enriched_attention_fwd_triton(q, *pyramids, lists, **options)
+        finite[str(row)] = bool(out.isfinite().all() and lse.isfinite().all())
+    return finite
+
+
+def op_contract(device: str = "cpu") -> dict[str, bool]:
+    """`opcheck` of both operations with this backend, and whether a compiled call gives the bits of an eager one."""
+    generator = torch.Generator(device).manual_seed(testing.SEED)
+    leaves = [
+        torch.randn(1, heads, 70, 16, generator=generator, device=device).requires_grad_() for heads in (2, 1, 1)
+    ]  # fmt: skip
+    call = partial(llsa_attention, block_size=8, topk=3, levels=2, backend="triton")
+    chosen = hierarchical_topk(*leaves[:2], block_size=8, topk=3, levels=2, backend="triton")
+    arguments = (*leaves, chosen, [], 8, 0.25, True, False, False, "triton")
+    checks = torch.library.opcheck(torch.ops.diffsieve.llsa_attention, arguments)
+    selected = (*(x.detach() for x in leaves), 8, [3, 9], "triton")
+    select_checks = torch.library.opcheck(torch.ops.diffsieve.llsa_select, selected)
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        out = function(*leaves)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    return {
+        "attention": set(checks.values()) == {"SUCCESS"},
+        "selection": set(select_checks.values()) == {"SUCCESS"},
+        "compiled": all(map(torch.equal, *results)),
+    }
+
+
 def launches(dtype: torch.dtype, dim: int, block_size: int, levels: int, disjoint: bool) -> list:
     """All launches of a forward and backward, arguments and all, without running a kernel."""
     from diffsieve.kernels.llsa import triton_backend
-    from diffsieve.kernels.llsa.levels import level_lengths
 
     length = 2 * block_size**levels
     q, k, v = (torch.zeros(1, 2, length, dim, dtype=dtype) for _ in range(3))

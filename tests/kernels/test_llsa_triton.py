@@ -9,7 +9,7 @@ import torch
 
 from diffsieve.kernels.llsa.tiles import backward_key_tile, backward_query_tile, forward_tile
 from tests.kernels.compiling import SHARED_MEMORY, compile_launch
-from tests.kernels.llsa_triton_cases import CASES, launches, measure
+from tests.kernels.llsa_triton_cases import CASES, launches, measure, not_a_number, op_contract, out_of_range
 from tests.kernels.own_process import run_script
 
 pytestmark = pytest.mark.skipif(
@@ -61,6 +61,11 @@ def test_interpreted_nan_is_reported_and_lists_stay_in_range(interpreted):
 @pytest.mark.slow
 def test_interpreted_lists_out_of_range_read_nothing_outside(interpreted):
     assert all(interpreted["out_of_range"].values()), interpreted["out_of_range"]
+
+
+@pytest.mark.slow
+def test_interpreted_ops_keep_their_contract_and_compile_in_one_graph(interpreted):
+    assert interpreted["op"] == {"attention": True, "selection": True, "compiled": True}
 
 
 @pytest.mark.slow
@@ -140,6 +145,17 @@ def test_every_tile_fits_its_block(block_size, element_size):
 )
 def test_errors_on_a_gpu(case, dtype):
     _assert_within(measure(case, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], "cuda"))
+
+
+@pytest.mark.gpu
+def test_bad_values_and_lists_read_nothing_outside_on_a_gpu():
+    assert not_a_number("cuda") == {"in range": True, "reported": True}
+    assert all(out_of_range("cuda").values())
+
+
+@pytest.mark.gpu
+def test_ops_keep_their_contract_and_compile_in_one_graph_on_a_gpu():
+    assert op_contract("cuda") == {"attention": True, "selection": True, "compiled": True}
 
 
 @pytest.mark.gpu
