@@ -221,7 +221,7 @@ class SparseController:
         shortest = _crossover(self.config, device)
         reason = self._dense_reason
         if tokens < shortest.tokens:
-            how = "" if shortest.measured else ", an estimate"
+            how = ", an estimate" if shortest.estimate else ""
             reason = f"short sequence ({tokens:,} < {shortest.tokens:,} tokens{how})"
         elif self.config.text == "dense" and self.family.num_text:
             reason = TEXT
@@ -258,9 +258,9 @@ class SparseController:
 
 
 def _crossover(config: BAAttConfig, device: torch.device) -> Crossover:
-    """The shortest sequence that runs sparse: what the config says, which is no estimate, or that of the device."""
+    """The shortest sequence that runs sparse: what the config says, or that of the device."""
     if config.min_tokens != "auto":
-        return Crossover(config.min_tokens, measured=True)
+        return Crossover(config.min_tokens)
     on_nvidia = device.type == "cuda" and torch.version.hip is None
     return crossover(device.type, torch.cuda.get_device_capability(device) if on_nvidia else None)
 

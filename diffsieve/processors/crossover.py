@@ -9,25 +9,11 @@ class Crossover:
 
     Args:
         tokens: its length.
-        measured: whether it comes from measurements on such a device; else it is an estimate.
+        estimate: whether it is worked out from data sheets, for a device that was not measured.
     """
 
     tokens: int
-    measured: bool
-
-
-# CPU: the kernel alone (benchmarks/results/cpu/bench/block-sparse.json). H200: the whole call of the preset, compiled,
-# half of the blocks skipped, beside cuDNN: 0.64x at 8,192 tokens, 1.07x at 16,384 (results/h200/bench/ba-att.json), by
-# the backend `triton` and with scores of moments: not measured again since.
-CPU = Crossover(2_048, measured=True)
-BY_CAPABILITY = {(9, 0): Crossover(16_384, measured=True)}
-# What is gained grows with the square of the length over the rate of dense attention, what the selection costs with the
-# length over the bandwidth of memory: the crossover goes with rate over bandwidth. By data sheets that quotient is 0.4
-# to 1.9 times that of an H200 on GPUs before it and of consumers, and 1.4 times on data-centre Blackwell, where dense
-# attention also gains more from the architecture than the `triton` backend does.
-GPU = Crossover(16_384, measured=False)
-BY_MAJOR = {10: Crossover(32_768, measured=False)}
-ELSEWHERE = Crossover(8_192, measured=False)
+    estimate: bool = False
 
 
 def crossover(device_type: str, capability: tuple[int, int] | None = None) -> Crossover:
@@ -37,10 +23,18 @@ def crossover(device_type: str, capability: tuple[int, int] | None = None) -> Cr
         device_type: Such as "cuda".
         capability: Compute capability of a GPU of NVIDIA; None for other devices.
     """
-    if device_type == "cpu":
-        return CPU
+    if device_type == "cpu":  # the kernel alone (benchmarks/results/cpu/bench/block-sparse.json)
+        return Crossover(2_048)
     if device_type != "cuda":
-        return ELSEWHERE
-    if capability is None:
-        return GPU
-    return BY_CAPABILITY.get(capability) or BY_MAJOR.get(capability[0], GPU)
+        return Crossover(8_192, estimate=True)
+    if capability == (9, 0):
+        # An H200, the whole call of the preset, compiled, half of the blocks skipped, beside cuDNN: 0.64x at 8,192
+        # tokens, 1.07x at 16,384 (benchmarks/results/h200/bench/ba-att.json), by the backend `triton` and with scores
+        # of moments: not measured again since.
+        return Crossover(16_384)
+    # What is gained grows with the square of the length over the rate of dense attention, what the selection costs with
+    # the length over the bandwidth of memory: the crossover goes with rate over bandwidth. By data sheets that quotient
+    # is 0.4 to 1.9 times that of an H200 on GPUs before it and of consumers, and 1.4 times on data-centre Blackwell,
+    # where dense attention also gains more from the architecture than the `triton` backend does.
+    data_centre_blackwell = capability is not None and capability[0] == 10
+    return Crossover(32_768 if data_centre_blackwell else 16_384, estimate=True)

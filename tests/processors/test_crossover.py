@@ -15,10 +15,11 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 def test_of_each_device():
-    assert crossover("cuda", (9, 0)) == Crossover(16_384, measured=True)
-    assert crossover("cuda", (8, 0)) == crossover("cuda", (12, 0)) == crossover("cuda") == Crossover(16_384, False)
-    assert crossover("cuda", (10, 0)) == crossover("cuda", (10, 3)) == Crossover(32_768, False)
-    assert crossover("mps") == Crossover(8_192, False)
+    assert crossover("cuda", (9, 0)) == Crossover(16_384)
+    for capability in ((8, 0), (12, 0), None):
+        assert crossover("cuda", capability) == Crossover(16_384, estimate=True)
+    assert crossover("cuda", (10, 0)) == crossover("cuda", (10, 3)) == Crossover(32_768, estimate=True)
+    assert crossover("mps") == Crossover(8_192, estimate=True)
     # The default clip of the embedded model has 4,032 tokens and must be sparse on a CPU.
     assert crossover("cpu").tokens <= 4_032
 
@@ -30,7 +31,7 @@ def test_of_each_device():
 def test_what_is_called_measured_was(path, device, method):
     rows = json.loads((RESULTS / path).read_text(encoding="utf-8"))["rows"]
     shortest = crossover(*device)
-    assert shortest.measured
+    assert not shortest.estimate
     rows = [row for row in rows if row.get("sparsity") == 0.5 and row.get("method") == method]
     won = {row["tokens"]: next(iter(row["speedup"].values())) > 1 for row in rows if row["tokens"] >= shortest.tokens}
     assert won[shortest.tokens]
@@ -38,7 +39,7 @@ def test_what_is_called_measured_was(path, device, method):
 
 
 def test_the_summary_says_where_it_is_an_estimate(monkeypatch):
-    monkeypatch.setattr(controller, "crossover", lambda *_: Crossover(49, measured=False))
+    monkeypatch.setattr(controller, "crossover", lambda *_: Crossover(49, estimate=True))
     pipe = tiny.wan_pipeline()
     apply_sparse_attention(pipe, BAAttConfig(block_size=8))
     tiny.generate(pipe)
@@ -48,5 +49,5 @@ def test_the_summary_says_where_it_is_an_estimate(monkeypatch):
 def test_the_setting_comes_first(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     device = torch.device("cuda:0")
-    assert controller._crossover(BAAttConfig(), device) == Crossover(32_768, measured=False)
-    assert controller._crossover(BAAttConfig(min_tokens=7), device) == Crossover(7, measured=True)
+    assert controller._crossover(BAAttConfig(), device) == Crossover(32_768, estimate=True)
+    assert controller._crossover(BAAttConfig(min_tokens=7), device) == Crossover(7)
