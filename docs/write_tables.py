@@ -82,6 +82,51 @@ def call_table() -> str:
     )
 
 
+def hopper_rates_table() -> str:
+    """Rates of the backends for Hopper GPUs at half of the blocks, as a Markdown table."""
+    report = _result("h200/block_sparse_hopper.json")
+    best = {(row["shape"], row["fixed"]): row["tile"] for row in report["best"]}
+    lines = [
+        "| head size, block | dense, cuDNN | `triton` | `hopper-exact` | `hopper` |",
+        "|---|---|---|---|---|",
+    ]
+    for shape in sorted(report["tune"], key=_dim_and_block, reverse=True):
+        rates = {}
+        for row in report["tune"][shape]:
+            if "tile" not in row:
+                rates[row["name"].split()[-1]] = row["tflops"]
+            elif row["tile"] == best[shape, row["fixed"]]:
+                rates["hopper" if row["fixed"] else "hopper-exact"] = row["tflops"]
+        cells = [f"{rates[name]:.0f}" for name in ("cuDNN", "triton", "hopper-exact", "hopper")]
+        lines.append(f"| {', '.join(map(str, _dim_and_block(shape)))} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _dim_and_block(shape: str) -> tuple[int, int]:
+    """(128, 64) for "D128-b64"."""
+    dim, block = re.findall(r"\d+", shape)
+    return int(dim), int(block)
+
+
+def dense_lengths_table() -> str:
+    """Times of dense attention, PyTorch's and with all blocks listed, as a Markdown table."""
+    rows = [row for row in _result("h200/dense_full_lists.json")["rows"] if row["len_q"] == row["len_k"]]
+    times = {(row["dim"], row["len_q"]): row["graph_ms"] for row in rows}
+    kernels = {"cuDNN": "cuDNN", "FlashAttention-2": "FlashAttention-2", "`hopper-exact`": "hopper-exact",
+               "`hopper`": "hopper"}  # fmt: skip
+    first, *others = kernels
+    heads = [f"head size {dim}: {first} | {' | '.join(others)}" for dim in (128, 64)]
+    lines = [f"| tokens | {' | '.join(heads)} |", "|---" * (1 + 2 * len(kernels)) + "|"]
+    for tokens in sorted({tokens for _, tokens in times}):
+        cells = [_ms(times[dim, tokens][name]) for dim in (128, 64) for name in kernels.values()]
+        lines.append(f"| {tokens:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.2f}" if milliseconds < 10 else f"{milliseconds:.1f}"
+
+
 def steps_table() -> str:
     """Times of BA-Att's steps around the attention kernel on an H200, as two Markdown tables."""
     report = _result("h200/ba_att_steps.json")
@@ -272,6 +317,8 @@ def tables() -> dict[str, str]:
         "fidelity": fidelity_table(),
         "fidelity-in-brief": fidelity_table(brief=True),
         "kernel-lengths": kernel_lengths_table(),
+        "hopper-rates": hopper_rates_table(),
+        "dense-lengths": dense_lengths_table(),
         "ba-att-steps": steps_table(),
         "llsa-results": llsa_table(),
         "mini-wan-results": mini_wan_table(),
