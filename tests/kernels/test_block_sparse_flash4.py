@@ -171,6 +171,26 @@ def test_an_interface_that_moved_is_refused(modules, message, monkeypatch):
     flash4_backend.interface_obstacle.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("no CUDA driver"), r"whose import failed \(RuntimeError: no CUDA driver\)"),
+        (
+            ModuleNotFoundError("No module named 'cutlass'", name="cutlass"),
+            r"whose import failed \(ModuleNotFoundError",
+        ),
+    ],
+    ids=["compiler", "part"],
+)
+def test_a_package_that_cannot_be_imported_is_told(error, message, monkeypatch):
+    monkeypatch.setattr(flash4_backend, "import_module", mock.Mock(side_effect=error))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    flash4_backend.interface_obstacle.cache_clear()
+    with pytest.raises(BackendUnavailableError, match=f"needs the package flash-attn-4, {message}"):
+        choose_backend(gpu_query(), gpu_query(), block_size=128, backend="flash4")
+    flash4_backend.interface_obstacle.cache_clear()
+
+
 @pytest.fixture
 def package() -> None:
     if torch.cuda.get_device_capability() != (9, 0):

@@ -30,12 +30,12 @@ def interface_obstacle() -> str | None:
     """Why the installed package cannot be used, or None. Imports it, once."""
     try:
         attend, lists = _attend(), _lists()
-    except (ImportError, OSError) as error:
-        if getattr(error, "name", None) == "flash_attn":
-            return f"needs the package {PACKAGE}, which is not installed (pip install {PACKAGE})"
-        return f"needs the package {PACKAGE}, whose import failed ({type(error).__name__}: {error})"
     except AttributeError as error:
         return f"needs another version of the package {PACKAGE}: {error}"
+    except Exception as error:  # its compiler looks for CUDA when it is imported, and has errors of its own
+        if isinstance(error, ImportError) and error.name == "flash_attn":
+            return f"needs the package {PACKAGE}, which is not installed (pip install {PACKAGE})"
+        return f"needs the package {PACKAGE}, whose import failed ({type(error).__name__}: {error})"
     missing = _ARGUMENTS - set(inspect.signature(attend).parameters) | _FIELDS - set(lists._fields)
     if missing:
         return f"needs another version of the package {PACKAGE}: it has no {', '.join(sorted(missing))}"
