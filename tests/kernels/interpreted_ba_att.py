@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import warnings
+from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -15,8 +16,15 @@ import torch
 
 from diffsieve.kernels import testing
 from diffsieve.kernels.ba_att import ba_attention, block_mask, calibrate_orders, calibration
-from diffsieve.kernels.ba_att.centroids import add_centroids, add_skipped_fused
-from diffsieve.kernels.ba_att.fused import gather_with_means, gather_with_statistics, scatter_tokens
+from diffsieve.kernels.ba_att.centroids import _add_skipped_op, add_centroids, add_skipped_fused
+from diffsieve.kernels.ba_att.fused import (
+    _gather_moments_op,
+    _scatter_tokens_op,
+    gather_with_means,
+    gather_with_statistics,
+    scatter_tokens,
+)
+from diffsieve.kernels.ba_att.ordering import _window_order_op
 from diffsieve.kernels.ba_att.reference import ba_attention_reference
 from diffsieve.kernels.ba_att.selection import skipped_blocks
 from diffsieve.kernels.block_sparse import BackendChoice
@@ -29,9 +37,11 @@ def whole_call(case: BAAttCase) -> dict[str, object]:
     options = case.options()
     with testing.poisoned_memory():
         out, info = ba_attention(*inputs, backend="triton", return_info=True, **options)
+        again = ba_attention(*inputs, backend="triton", **options)
     plain, plain_info = ba_attention(*inputs, backend="torch", return_info=True, **options)
     exact, _ = ba_attention_reference(*(x.double() for x in inputs), **options)
     return {
+        "same again": torch.equal(out, again),
         "same blocks": torch.equal(info.block_index, plain_info.block_index),
         "error": relative_error(out, exact),
         "plain error": relative_error(plain, exact),
@@ -129,10 +139,38 @@ def calibration_difference(case: BAAttCase) -> float:
     return float((calibrate_orders(query, key, **options) - plain).abs().max())
 
 
+def compiled_difference(case: BAAttCase) -> float:
+    """The compiled call, its operations opaque, against the eager one."""
+    inputs = make_inputs(case, torch.float16)
+    options = {**case.options(), "backend": "triton"}
+    compiled = torch.compile(ba_attention, fullgraph=True, backend="aot_eager")
+    return relative_error(compiled(*inputs, **options), ba_attention(*inputs, **options).double())
+
+
+def check_operations() -> None:
+    """Schemas and shapes of the operations, by PyTorch's own checks."""
+    tokens = torch.randn(2, 40, 4, 24).transpose(1, 2).half()
+    shared, per_head = torch.randperm(40), torch.stack([torch.randperm(40) for _ in range(8)]).unflatten(0, (2, 4))
+    means, lse, lists = torch.randn(2, 2, 3, 24), torch.randn(2, 4, 40), torch.zeros(2, 4, 3, 2).int()
+    attended, count = (tokens.contiguous(), lse, tokens.contiguous(), means, means), torch.ones(2, 4, 3).int()
+    for check in ("test_schema", "test_faketensor"):
+        run = partial(torch.library.opcheck, test_utils=check)
+        for perm in (None, shared, per_head):
+            for variance in (True, False):
+                run(_gather_moments_op, (tokens, perm, 16, variance))
+            for counts in (None, count):
+                run(_add_skipped_op, (*attended, lists, counts, perm, 16, 0.2))
+            if perm is not None:
+                run(_scatter_tokens_op, (tokens, perm))
+        run(_window_order_op, (tokens, torch.randn(2, 4, 1, 24), shared, 16, True))
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
+    check_operations()
     result: dict[str, object] = {"whole call": {str(case): whole_call(case) for case in CASES}}
     result["steps"] = {str(case): steps(case) for case in CASES[:3]}
+    result["compiled"] = compiled_difference(CASES[0])
     result["skipped"] = {
         f"{case}, {boost}, {gain}": skipped_blocks_added(case, boost, gain)
         for case in (CASES[0], CASES[1], CASES[3])
