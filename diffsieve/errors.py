@@ -4,6 +4,8 @@ Everything that diffsieve raises on purpose derives from `DiffsieveError`, so a 
 subclasses also derive from the builtin that a caller without knowledge of diffsieve would expect.
 """
 
+from typing import NoReturn
+
 
 class DiffsieveError(Exception):
     """Base of all errors that diffsieve raises on purpose."""
@@ -15,6 +17,11 @@ class UserInputError(DiffsieveError, ValueError):
 
 class BackendUnavailableError(DiffsieveError, RuntimeError):
     """A backend that was asked for by name cannot run here. The message says why and what to do."""
+
+
+def refuse(name: str, expected: str, got: object) -> NoReturn:
+    """Raise a `UserInputError` about an argument. Words are put together here or by the caller, after it failed."""
+    raise UserInputError(f"{name} must be {expected}, got {got}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

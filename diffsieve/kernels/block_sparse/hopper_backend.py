@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import triton
 from torch import Tensor
 
 from ...errors import UserInputError
+from ..sizes import cdiv
 from .backends import dtype_name
 from .descriptors import allows_descriptor, descriptor_strides
 
@@ -119,7 +121,7 @@ def block_sparse_attention_hopper(
     block_count = None if block_count is None else block_count.contiguous()
     # With one consumer 128 registers per thread are the limit, so that two programs share a multiprocessor.
     options = {"maxnreg": 128} if tile.consumers == 1 else {}
-    grid = (triton.cdiv(len_q, tile.consumers * TILE_ROWS), heads, batch)
+    grid = (cdiv(len_q, tile.consumers * TILE_ROWS), heads, batch)
     flags = None
     if fixed_stabiliser:
         flags = query.new_empty((batch, heads, grid[0], tile.consumers), dtype=torch.int32)
@@ -142,7 +144,14 @@ def block_sparse_attention_hopper(
 
 
 def _descriptor(x: Tensor, rows: int) -> Any:
-    block = [1, 1, rows, x.shape[3]]
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), block, layout)
+    shape = list(x.shape)
+    layout = _layout(rows, shape[3], x.dtype)
+    return TensorDescriptor(x, shape, descriptor_strides(x), [1, 1, rows, shape[3]], layout)
+
+
+@lru_cache(maxsize=64)
+def _layout(rows: int, dim: int, dtype: torch.dtype) -> Any:
+    """Shared memory of [1, 1, rows, D]; Gluon takes as long for it as for a launch."""
+    return gl.NVMMASharedLayout.get_default_for(
+        [1, 1, rows, dim], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    )

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import UserInputError
+from ...errors import refuse
+from ..custom_ops import custom_op
 from .backends import BACKENDS, choose_backend, dtype_name
 from .fallbacks import FAILED, give_up, is_build_failure, say_once
 
@@ -59,9 +60,7 @@ def block_sparse_attention(
         _validate(query, key, value, block_index, block_count, block_size, scale, backend)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    out, lse = torch.ops.diffsieve.block_sparse_attention(
-        query, key, value, block_index, block_count, block_size, float(scale), backend, return_lse
-    )
+    out, lse = _attention_op(query, key, value, block_index, block_count, block_size, float(scale), backend, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -77,40 +76,53 @@ def _validate(
 ) -> None:
     """Raise a `UserInputError` that names the argument, what was expected and what came."""
     for name, x in (("query", query), ("key", key), ("value", value), ("block_index", block_index)):
-        _require(isinstance(x, Tensor), name, "a tensor", type(x).__name__)
-        _require(x.ndim == 4, name, "4-dimensional", tuple(x.shape))
-        _require(x.numel() > 0, name, "not empty", tuple(x.shape))
-    allowed = type(block_size) is int and 1 <= block_size <= MAX_BLOCK_SIZE
-    _require(allowed, "block_size", f"an int in [1, {MAX_BLOCK_SIZE}]", block_size)
-    _require(backend in BACKENDS, "backend", f"one of {', '.join(BACKENDS)}", repr(backend))
-    if scale is not None:
-        number = isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0
-        _require(number, "scale", "a finite number > 0 or None", scale)
+        if not isinstance(x, Tensor):
+            refuse(name, "a tensor", type(x).__name__)
+        if x.ndim != 4:
+            refuse(name, "4-dimensional", tuple(x.shape))
+        if x.numel() == 0:
+            refuse(name, "not empty", tuple(x.shape))
+    if not (type(block_size) is int and 1 <= block_size <= MAX_BLOCK_SIZE):
+        refuse("block_size", f"an int in [1, {MAX_BLOCK_SIZE}]", block_size)
+    if backend not in BACKENDS:
+        refuse("backend", f"one of {', '.join(BACKENDS)}", repr(backend))
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
+        refuse("scale", "a finite number > 0 or None", scale)
 
     batch, heads, len_q, dim = query.shape
-    kv_heads, len_k = key.shape[1:3]
-    _require(query.dtype.is_floating_point, "query", "floating point", query.dtype)
-    _require(key.shape[0] == batch, "key", f"of batch size {batch} like query", key.shape[0])
-    _require(key.shape[3] == dim, "key", f"of head dimension {dim} like query", key.shape[3])
-    _require(heads % kv_heads == 0, "key", f"of a number of heads that divides {heads}", kv_heads)
-    _require(value.shape == key.shape, "value", f"of shape {tuple(key.shape)} like key", tuple(value.shape))
+    shape = key.shape
+    dtype, device = query.dtype, query.device
+    if not dtype.is_floating_point:
+        refuse("query", "floating point", dtype)
+    if shape[0] != batch:
+        refuse("key", f"of batch size {batch} like query", shape[0])
+    if shape[3] != dim:
+        refuse("key", f"of head dimension {dim} like query", shape[3])
+    if heads % shape[1] != 0:
+        refuse("key", f"of a number of heads that divides {heads}", shape[1])
+    if value.shape != shape:
+        refuse("value", f"of shape {tuple(shape)} like key", tuple(value.shape))
     for name, x in (("key", key), ("value", value)):
-        _require(x.dtype == query.dtype, name, f"{dtype_name(query.dtype)} like query", dtype_name(x.dtype))
+        if x.dtype != dtype:
+            refuse(name, f"{dtype_name(dtype)} like query", dtype_name(x.dtype))
 
-    n_q, n_k = -(-len_q // block_size), -(-len_k // block_size)
-    _require(block_index.shape[:3] == (batch, heads, n_q), "block_index",
-             f"of shape ({batch}, {heads}, {n_q}, K)", tuple(block_index.shape))  # fmt: skip
+    n_q, n_k = -(-len_q // block_size), -(-shape[2] // block_size)
+    if block_index.shape[:3] != (batch, heads, n_q):
+        refuse("block_index", f"of shape ({batch}, {heads}, {n_q}, K)", tuple(block_index.shape))
     lists = [("block_index", block_index)]
     if block_count is not None:
-        _require(isinstance(block_count, Tensor), "block_count", "a tensor or None", type(block_count).__name__)
-        shape = (batch, heads, n_q)
-        _require(block_count.shape == shape, "block_count", f"of shape {shape}", tuple(block_count.shape))
+        if not isinstance(block_count, Tensor):
+            refuse("block_count", "a tensor or None", type(block_count).__name__)
+        if block_count.shape != (batch, heads, n_q):
+            refuse("block_count", f"of shape {(batch, heads, n_q)}", tuple(block_count.shape))
         lists.append(("block_count", block_count))
     for name, x in lists:
-        _require(x.dtype == torch.int32, name, "int32", dtype_name(x.dtype))
+        if x.dtype != torch.int32:
+            refuse(name, "int32", dtype_name(x.dtype))
     for name, x in [("key", key), ("value", value), *lists]:
-        _require(x.device == query.device, name, f"on {query.device} like query", x.device)
-    if query.device.type == "cpu":
+        if x.device != device:
+            refuse(name, f"on {device} like query", x.device)
+    if device.type == "cpu":
         _validate_lists(block_index, block_count, n_k)
 
 
@@ -119,7 +131,8 @@ def _validate_lists(block_index: Tensor, block_count: Tensor | None, n_k: int) -
     index = block_index
     if block_count is not None:
         low, high = int(block_count.min()), int(block_count.max())
-        _require(low >= 0 and high <= width, "block_count", f"in [0, {width}]", f"values from {low} to {high}")
+        if low < 0 or high > width:
+            refuse("block_count", f"in [0, {width}]", f"values from {low} to {high}")
         # Entries past the count are ignored: let them continue the ascent, out of the way of both checks.
         listed = torch.arange(width) < block_count[..., None]
         first, index = index[listed], torch.where(listed, index, n_k + torch.arange(width, dtype=torch.int32))
@@ -127,17 +140,13 @@ def _validate_lists(block_index: Tensor, block_count: Tensor | None, n_k: int) -
         first = index
     if first.numel():
         low, high = int(first.min()), int(first.max())
-        _require(low >= 0 and high < n_k, "block_index", f"in [0, {n_k - 1}]", f"values from {low} to {high}")
-    ascending = bool((index[..., 1:] > index[..., :-1]).all())
-    _require(ascending, "block_index", "strictly ascending in each list", "a list that is not")
+        if low < 0 or high >= n_k:
+            refuse("block_index", f"in [0, {n_k - 1}]", f"values from {low} to {high}")
+    if not bool((index[..., 1:] > index[..., :-1]).all()):
+        refuse("block_index", "strictly ascending in each list", "a list that is not")
 
 
-def _require(condition: bool, name: str, expected: str, got: object) -> None:
-    if not condition:
-        raise UserInputError(f"{name} must be {expected}, got {got}")
-
-
-@torch.library.custom_op("diffsieve::block_sparse_attention", mutates_args=())
+@custom_op("diffsieve::block_sparse_attention")
 def _attention_op(
     query: Tensor,
     key: Tensor,
@@ -193,7 +202,7 @@ def _run(name: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[T
     return torch.empty_like(inputs[0]).copy_(result), lse
 
 
-@_attention_op.register_fake
+@torch.library.register_fake("diffsieve::block_sparse_attention")
 def _(
     query: Tensor,
     key: Tensor,
@@ -274,7 +283,7 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | No
     return (*grads, None, None, None, None, None, None)
 
 
-_attention_op.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("diffsieve::block_sparse_attention", _backward, setup_context=_setup_context)
 
 
 def _lse_dtype(query: Tensor) -> torch.dtype:

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..sizes import cdiv, next_power_of_2
 from .descriptors import allows_descriptor, descriptor_strides
 from .tiles import TileConfig, reads_shared, select_tile
 from .tuned_tiles import tuned_tile
@@ -168,7 +169,7 @@ def block_sparse_attention_triton(
     """
     batch, heads, len_q, dim = query.shape
     kv_heads, len_k = key.shape[1:3]
-    padded_dim = max(16, triton.next_power_of_2(dim))
+    padded_dim = max(16, next_power_of_2(dim))
     # The interpreter has no capability of its own: it runs the tiles of Hopper.
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (9, 0)
     if tile is None and query.is_cuda:
@@ -189,7 +190,7 @@ def block_sparse_attention_triton(
             _descriptor(key, tile.block_n),
             _descriptor(value, tile.block_n),
         ]
-    grid = (triton.cdiv(len_q, tile.block_m), heads, batch)
+    grid = (cdiv(len_q, tile.block_m), heads, batch)
     with torch.cuda.device_of(query):
         block_sparse_fwd_kernel[grid](
             *sources, out, lse, block_index, block_count, scale * _LOG2_E,

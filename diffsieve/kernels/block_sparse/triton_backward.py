@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..sizes import cdiv, next_power_of_2
 from .tiles import BackwardTile, select_backward_tile
 from .triton_backend import _load_rows, block_sparse_attention_triton
 
@@ -201,7 +202,7 @@ def block_sparse_attention_triton_backward(
     """
     batch, heads, len_q, dim = query.shape
     kv_heads, len_k = key.shape[1:3]
-    padded_dim = max(16, triton.next_power_of_2(dim))
+    padded_dim = max(16, next_power_of_2(dim))
     query_tile = query_tile or select_backward_tile("query", padded_dim, block_size, query.element_size())
     key_tile = key_tile or select_backward_tile("key", padded_dim, block_size, query.element_size())
     if out is None or lse is None:
@@ -217,7 +218,7 @@ def block_sparse_attention_triton_backward(
     scales = scale, scale * _LOG2_E.value
     sizes = {"BLOCK_SIZE": block_size, "HEAD_DIM": dim, "BLOCK_D": padded_dim, "PRECISION": "ieee"}
     with torch.cuda.device_of(query):
-        block_sparse_bwd_dq_kernel[triton.cdiv(len_q, query_tile.block_m), heads, batch](
+        block_sparse_bwd_dq_kernel[cdiv(len_q, query_tile.block_m), heads, batch](
             query, key, value, out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(), grads[0], delta,
             block_index, block_count, *scales,
             *query.stride(), *key.stride(), *value.stride(), *out.stride(), *grad_out.stride(), *grads[0].stride(),
@@ -226,7 +227,7 @@ def block_sparse_attention_triton_backward(
             HAS_COUNT=block_count is not None, HAS_GRAD_LSE=grad_lse is not None, NUM_STAGES=query_tile.num_stages,
             num_warps=query_tile.num_warps, num_stages=query_tile.num_stages, **sizes,
         )  # fmt: skip
-        block_sparse_bwd_dkdv_kernel[triton.cdiv(len_k, key_tile.block_n), kv_heads, batch](
+        block_sparse_bwd_dkdv_kernel[cdiv(len_k, key_tile.block_n), kv_heads, batch](
             query, key, value, grad_out, lse, delta, grads[1], grads[2], offsets, queries, *scales,
             *query.stride(), *key.stride(), *value.stride(), *grad_out.stride(),
             *grads[1].stride(), *grads[2].stride(),
