@@ -28,7 +28,7 @@ def raster_order(grid_thw: Grid) -> torch.Tensor:
     Raises:
         UserInputError: `grid_thw` is not three positive integers.
     """
-    frames, height, width = _check_grid(grid_thw)
+    frames, height, width = check_grid(grid_thw)
     return torch.arange(frames * height * width, device="cpu")
 
 
@@ -44,7 +44,7 @@ def hilbert_order(grid_thw: Grid) -> torch.Tensor:
     Raises:
         UserInputError: `grid_thw` is not three positive integers.
     """
-    return _hilbert_order(_check_grid(grid_thw)).clone()
+    return _hilbert_order(check_grid(grid_thw)).clone()
 
 
 def frame_hilbert_order(grid_thw: Grid) -> torch.Tensor:
@@ -59,7 +59,7 @@ def frame_hilbert_order(grid_thw: Grid) -> torch.Tensor:
     Raises:
         UserInputError: `grid_thw` is not three positive integers.
     """
-    return _frame_hilbert_order(_check_grid(grid_thw)).clone()
+    return _frame_hilbert_order(check_grid(grid_thw)).clone()
 
 
 def morton_order(grid_thw: Grid) -> torch.Tensor:
@@ -74,7 +74,7 @@ def morton_order(grid_thw: Grid) -> torch.Tensor:
     Raises:
         UserInputError: `grid_thw` is not three positive integers.
     """
-    return _morton_order(_check_grid(grid_thw)).clone()
+    return _morton_order(check_grid(grid_thw)).clone()
 
 
 def inverse_order(order: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,8 @@ def inverse_order(order: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order).scatter_(-1, order, positions)
 
 
-def _check_grid(grid_thw: Grid) -> Grid:
+def check_grid(grid_thw: Grid) -> Grid:
+    """Return `grid_thw` as a tuple, or raise a `UserInputError` where it is not three positive integers."""
     sizes = tuple(grid_thw)
     if len(sizes) != 3 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise UserInputError(f"grid_thw must be three positive integers (frames, height, width), got {grid_thw!r}")

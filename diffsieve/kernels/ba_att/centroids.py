@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, Hkv key heads, L queries, D channels, Nq and Nk 
 
 import torch
 
+from ..custom_ops import custom_op
 from . import forms
 
 __all__ = ["add_centroids", "add_skipped_fused"]
@@ -95,7 +96,7 @@ def add_skipped_fused(
     return result
 
 
-@torch.library.custom_op("diffsieve::add_skipped", mutates_args=())
+@custom_op("diffsieve::add_skipped")
 def _add_skipped_op(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -114,7 +115,7 @@ def _add_skipped_op(
     return add_skipped_triton(*inputs, block_size=block_size, scale=scale, tile=forms.FORMS.centroids)
 
 
-@_add_skipped_op.register_fake
+@torch.library.register_fake("diffsieve::add_skipped")
 def _(
     out: torch.Tensor,
     lse: torch.Tensor,

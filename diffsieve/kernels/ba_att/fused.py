@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, Hkv key heads, L tokens, D channels, N blocks.
 
 import torch
 
+from ..custom_ops import custom_op
 from . import forms
 from .ordering import gather_tokens, undo_order
 from .statistics import BlockStatistics, block_means, block_sizes, block_statistics
@@ -68,20 +69,20 @@ def scatter_tokens(tokens: torch.Tensor, perm: torch.Tensor | None, *, fused: bo
     return out
 
 
-@torch.library.custom_op("diffsieve::scatter_tokens", mutates_args=())
+@custom_op("diffsieve::scatter_tokens")
 def _scatter_tokens_op(tokens: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
     from .fused_triton import scatter_tokens_triton
 
     return scatter_tokens_triton(tokens, perm)
 
 
-@_scatter_tokens_op.register_fake
+@torch.library.register_fake("diffsieve::scatter_tokens")
 def _(tokens: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
     batch, heads, length, dim = tokens.shape
     return tokens.new_empty((batch, length, heads, dim)).transpose(1, 2)
 
 
-@torch.library.custom_op("diffsieve::gather_moments", mutates_args=())
+@custom_op("diffsieve::gather_moments")
 def _gather_moments_op(
     tokens: torch.Tensor, perm: torch.Tensor | None, block_size: int, variance: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,7 +93,7 @@ def _gather_moments_op(
     return gather_moments_triton(tokens, perm, block_size=block_size, variance=variance, tile=tile)
 
 
-@_gather_moments_op.register_fake
+@torch.library.register_fake("diffsieve::gather_moments")
 def _(
     tokens: torch.Tensor, perm: torch.Tensor | None, block_size: int, variance: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

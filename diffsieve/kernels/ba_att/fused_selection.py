@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, Hkv key heads, Nq and Nk blocks, D channels.
 
 import torch
 
+from ..custom_ops import custom_op
 from . import forms
 from .scores import mean_key
 from .statistics import BlockStatistics
@@ -50,7 +51,7 @@ def list_blocks_fused(scores: torch.Tensor, kept: int, *, return_skipped: bool) 
     return found
 
 
-@torch.library.custom_op("diffsieve::score_blocks", mutates_args=())
+@custom_op("diffsieve::score_blocks")
 def _score_blocks_op(
     query_mean: torch.Tensor,
     query_variance: torch.Tensor,
@@ -73,19 +74,19 @@ def _score_blocks_op(
     )  # fmt: skip
 
 
-@_score_blocks_op.register_fake
+@torch.library.register_fake("diffsieve::score_blocks")
 def _(query_mean: torch.Tensor, query_variance: torch.Tensor, key_mean: torch.Tensor, *_: object) -> torch.Tensor:
     return query_mean.new_empty((*query_mean.shape[:3], key_mean.shape[2]))
 
 
-@torch.library.custom_op("diffsieve::list_blocks", mutates_args=())
+@custom_op("diffsieve::list_blocks")
 def _list_blocks_op(scores: torch.Tensor, kept: int, return_skipped: bool) -> tuple[torch.Tensor, torch.Tensor]:
     from .lists_triton import list_blocks_triton
 
     return list_blocks_triton(scores, kept, return_skipped=return_skipped, num_warps=forms.FORMS.select_warps)
 
 
-@_list_blocks_op.register_fake
+@torch.library.register_fake("diffsieve::list_blocks")
 def _(scores: torch.Tensor, kept: int, return_skipped: bool) -> tuple[torch.Tensor, torch.Tensor]:
     rows, num_key = scores.shape[:-1], scores.shape[-1]
     index = scores.new_empty((*rows, kept), dtype=torch.int32)

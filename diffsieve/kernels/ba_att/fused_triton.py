@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..sizes import cdiv, next_power_of_2
 from .forms import GatherTile
 
 
@@ -65,14 +66,14 @@ def gather_moments_triton(
     heads = perm.shape[1] if per_head else kv_heads  # type: ignore[union-attr]
     perm = None if perm is None else perm.contiguous()
     ordered = tokens.new_empty(0 if perm is None else (batch, heads, length, dim))
-    blocks = triton.cdiv(length, block_size)
+    blocks = cdiv(length, block_size)
     mean = tokens.new_empty((batch, heads, blocks, dim), dtype=torch.float32)
     squares = torch.empty_like(mean) if variance else mean.new_empty(0)
-    channels = min(tile.channels, max(16, triton.next_power_of_2(dim)))
+    channels = min(tile.channels, max(16, next_power_of_2(dim)))
     # Warps of small blocks: as many values for each thread as in a block of 128 tokens.
     num_warps = max(1, tile.num_warps * block_size * channels // (128 * tile.channels))
     with torch.cuda.device_of(tokens):
-        gather_moments_kernel[blocks * triton.cdiv(dim, channels), heads, batch](
+        gather_moments_kernel[blocks * cdiv(dim, channels), heads, batch](
             tokens, perm, ordered, mean, squares, *tokens.stride(), length if per_head else 0,
             heads // kv_heads, length,
             BLOCK_SIZE=block_size, HEAD_DIM=dim, BLOCK_D=channels, HAS_PERM=perm is not None, VARIANCE=variance,
@@ -108,8 +109,8 @@ def scatter_tokens_triton(tokens: torch.Tensor, perm: torch.Tensor) -> torch.Ten
     perm = perm.contiguous()
     rows = 64
     with torch.cuda.device_of(tokens):
-        scatter_tokens_kernel[triton.cdiv(length, rows), heads, batch](
+        scatter_tokens_kernel[cdiv(length, rows), heads, batch](
             tokens, perm, out, *tokens.stride(), *out.stride(), length if perm.dim() == 3 else 0, length,
-            ROWS=rows, HEAD_DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), num_warps=4,
+            ROWS=rows, HEAD_DIM=dim, BLOCK_D=max(16, next_power_of_2(dim)), num_warps=4,
         )  # fmt: skip
     return out

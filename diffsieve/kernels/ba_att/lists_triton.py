@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..sizes import next_power_of_2
+
 
 @triton.jit(do_not_specialize=["num_key", "kept"])
 def list_blocks_kernel(  # type: ignore[no-untyped-def]
@@ -61,7 +63,7 @@ def list_blocks_triton(
     num_key = scores.shape[-1]
     index = scores.new_empty((*scores.shape[:-1], kept), dtype=torch.int32)
     skipped = scores.new_empty((*scores.shape[:-1], num_key - kept) if return_skipped else (0,), dtype=torch.int32)
-    columns = triton.next_power_of_2(num_key)
+    columns = next_power_of_2(num_key)
     with torch.cuda.device_of(scores):
         list_blocks_kernel[scores.numel() // num_key,](
             scores, index, skipped, num_key, kept, COLUMNS=columns, STORE_SKIPPED=return_skipped,

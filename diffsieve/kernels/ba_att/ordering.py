@@ -4,6 +4,7 @@ Shapes: B batch, H query heads, Hkv key heads (H a multiple of Hkv), L tokens, D
 `ordered[i] = tokens[perm[i]]`. It is `None` (identity), `(L,)` (one for all heads) or `(B, H, L)`.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,7 +13,8 @@ import torch
 
 from diffsieve.errors import UserInputError
 
-from ..orders import frame_hilbert_order, hilbert_order, inverse_order, raster_order
+from ..custom_ops import custom_op
+from ..orders import check_grid, frame_hilbert_order, hilbert_order, inverse_order, raster_order
 from . import forms
 from .norm_sort import mean_key, sort_keys, sort_windows, token_norms
 
@@ -166,7 +168,7 @@ def _check_orders(
             if wrong:
                 raise UserInputError(f"orders must hold ids of {allowed} (grid_thw={grid_thw}), got {wrong[0]}")
     if grid_thw is not None:
-        product = raster_order(grid_thw).shape[0]
+        product = math.prod(check_grid(grid_thw))
         for name, tokens in (("query", query), ("key", key)):
             if tokens.shape[2] != product:
                 raise UserInputError(
@@ -213,7 +215,7 @@ def _per_head_orders(
 # An operation of its own, opaque to the compiler: what it does depends on the values of `orders`, and other values must
 # not mean another graph. Nor a CUDA graph, which would repeat the ids that it was recorded with: the tag keeps inductor
 # from recording it.
-@torch.library.custom_op("diffsieve::head_orders", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+@custom_op("diffsieve::head_orders", tags=(torch.Tag.cudagraph_unsafe,))
 def _head_orders_op(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -232,7 +234,7 @@ def _head_orders_op(
     return _sort_all_heads(query, key, orders, table, window, descending)
 
 
-@_head_orders_op.register_fake
+@torch.library.register_fake("diffsieve::head_orders")
 def _(query: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty((2, *query.shape[:3]), dtype=torch.int64)
 
@@ -300,7 +302,7 @@ def _window_order(key: torch.Tensor, curve: torch.Tensor, window: int, descendin
     return curve[sort_windows(token_norms(key, mean_key(key)).index_select(-1, curve), window, descending)]
 
 
-@torch.library.custom_op("diffsieve::window_order", mutates_args=())
+@custom_op("diffsieve::window_order")
 def _window_order_op(
     key: torch.Tensor, centre: torch.Tensor, curve: torch.Tensor, window: int, descending: bool
 ) -> torch.Tensor:
@@ -309,7 +311,7 @@ def _window_order_op(
     return window_orders_triton(key, centre, curve, window, descending=descending, tile=forms.FORMS.windows)
 
 
-@_window_order_op.register_fake
+@torch.library.register_fake("diffsieve::window_order")
 def _(key: torch.Tensor, centre: torch.Tensor, curve: torch.Tensor, *_: object) -> torch.Tensor:
     return curve.new_empty(key.shape[:3])
 
@@ -321,12 +323,12 @@ def _order_table(grid_thw: Grid | None, length: int, device: torch.device) -> to
 
 
 # An operation of its own: a compiled caller then holds one opaque node instead of a traced Hilbert curve.
-@torch.library.custom_op("diffsieve::token_order_table", mutates_args=())
+@custom_op("diffsieve::token_order_table")
 def _order_table_op(frames: int, height: int, width: int, device: torch.device) -> torch.Tensor:
     return _table(frames, height, width, device).clone()
 
 
-@_order_table_op.register_fake
+@torch.library.register_fake("diffsieve::token_order_table")
 def _(frames: int, height: int, width: int, device: torch.device) -> torch.Tensor:
     length = frames * height * width if frames else width
     return torch.empty((len(CANDIDATE_ORDERS), length), dtype=torch.int64, device=device)

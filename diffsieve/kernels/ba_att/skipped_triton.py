@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..sizes import cdiv, next_power_of_2
 from .forms import CentroidTile
 
 _LOG2_E = 1.4426950408889634
@@ -132,7 +133,7 @@ def add_skipped_triton(
     """
     batch, heads, length, dim = query.shape
     num_query, num_key = skipped.shape[2], key_mean.shape[2]
-    padded_dim = max(16, triton.next_power_of_2(dim))
+    padded_dim = max(16, next_power_of_2(dim))
     # Other GPUs than Hopper compute products in more registers.
     limited = not query.is_cuda or torch.cuda.get_device_capability(query.device) == (9, 0)
     block_m = min(block_size, tile.block_m)
@@ -140,7 +141,7 @@ def add_skipped_triton(
     new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
     if perm is not None:
         perm, new_out = perm.contiguous(), out.new_empty((batch, length, heads, dim)).transpose(1, 2)
-    programs = (triton.cdiv(length, block_m), heads, batch)
+    programs = (cdiv(length, block_m), heads, batch)
     too_large = torch.empty(programs, dtype=torch.int32, device=query.device)
     with torch.cuda.device_of(query):
         for online in (False, True):

@@ -63,8 +63,10 @@ def heads_at_once(tokens: torch.Tensor) -> int:
 
 def block_sizes(num_tokens: int, block_size: int, like: torch.Tensor) -> torch.Tensor:
     """Return the number of tokens of each block, (N,) in the dtype and on the device of `like`."""
-    starts = torch.arange(0, num_tokens, block_size, device=like.device)
-    return (num_tokens - starts).clamp(max=block_size).to(like.dtype)
+    blocks = -(-num_tokens // block_size)
+    sizes = like.new_full((blocks,), block_size)
+    sizes[-1:].fill_(num_tokens - (blocks - 1) * block_size)
+    return sizes
 
 
 def split_blocks(tokens: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:

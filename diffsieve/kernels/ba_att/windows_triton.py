@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..sizes import cdiv, next_power_of_2
 from .forms import WindowTile
 
 
@@ -93,11 +94,11 @@ def window_orders_triton(
     window = min(window, length)
     curve = curve.contiguous()
     with torch.cuda.device_of(key):
-        curve_norms_kernel[triton.cdiv(length, 32), heads, batch](
+        curve_norms_kernel[cdiv(length, 32), heads, batch](
             key, centre.contiguous(), curve, norms, *key.stride(), length,
-            ROWS=32, HEAD_DIM=dim, BLOCK_D=triton.next_power_of_2(dim), DESCENDING=descending, num_warps=4,
+            ROWS=32, HEAD_DIM=dim, BLOCK_D=next_power_of_2(dim), DESCENDING=descending, num_warps=4,
         )  # fmt: skip
-        window_ranks_kernel[triton.cdiv(length, window), triton.cdiv(window, tile.block_m), batch * heads](
+        window_ranks_kernel[cdiv(length, window), cdiv(window, tile.block_m), batch * heads](
             norms, curve, order, length, window,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
         )  # fmt: skip
