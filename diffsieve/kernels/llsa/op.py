@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UserInputError
+from ..custom_ops import custom_op
 from .backends import choose_backend
 from .checks import check_choice, check_indices, check_tensors, check_topk
 from .levels import kept_per_level, level_lengths, resolve_levels
@@ -89,9 +90,7 @@ def llsa_attention(
         wanted = [topk] * depth if isinstance(topk, int) else list(topk)[:depth]
         # With the lists come the pooled keys and values, where the backend can use them again.
         pooled_value = value.detach() if enrich else None
-        result = torch.ops.diffsieve.llsa_select(
-            query.detach(), key.detach(), pooled_value, block_size, wanted, backend
-        )  # fmt: skip
+        result = _select_op(query.detach(), key.detach(), pooled_value, block_size, wanted, backend)
         chosen, pooled = result[:depth], result[depth:]
     else:
         chosen, pooled = list(indices), []
@@ -99,7 +98,7 @@ def llsa_attention(
             check_indices(chosen, query, block_size, depth)
     arguments = block_size, _scale(scale, query), enrich, disjoint, indices is None, backend
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        out, lse = torch.ops.diffsieve.llsa_attention(query, key, value, chosen, pooled, *arguments)
+        out, lse = _attention_op(query, key, value, chosen, pooled, *arguments)
     else:
         out, lse = _Attention.apply(query, key, value, arguments, depth, *chosen, *pooled)
     return (out, lse) if return_lse else out
@@ -128,9 +127,7 @@ def hierarchical_topk(
     depth = resolve_levels(levels, query.shape[2], block_size)
     check_topk(topk, depth)
     wanted = [topk] * depth if isinstance(topk, int) else list(topk)
-    chosen: list[Tensor] = torch.ops.diffsieve.llsa_select(
-        query.detach(), key.detach(), None, block_size, wanted, backend
-    )  # fmt: skip
+    chosen: list[Tensor] = _select_op(query.detach(), key.detach(), None, block_size, wanted, backend)
     return chosen
 
 
@@ -200,7 +197,7 @@ def _pyramids(
     return keys, values
 
 
-@torch.library.custom_op("diffsieve::llsa_select", mutates_args=())
+@custom_op("diffsieve::llsa_select")
 def _select_op(
     query: Tensor, key: Tensor, value: Tensor | None, block_size: int, topk: Sequence[int], backend: str
 ) -> list[Tensor]:
@@ -229,7 +226,7 @@ def _keeps_pooled(backend: str) -> bool:
     return backend == "triton"
 
 
-@_select_op.register_fake
+@torch.library.register_fake("diffsieve::llsa_select")
 def _(
     query: Tensor, key: Tensor, value: Tensor | None, block_size: int, topk: Sequence[int], backend: str
 ) -> list[Tensor]:
@@ -244,7 +241,7 @@ def _(
     return result
 
 
-@torch.library.custom_op("diffsieve::llsa_attention", mutates_args=())
+@custom_op("diffsieve::llsa_attention")
 def _attention_op(
     query: Tensor,
     key: Tensor,
@@ -278,7 +275,7 @@ def _attention_op(
         return _like(out, query), lse
 
 
-@_attention_op.register_fake
+@torch.library.register_fake("diffsieve::llsa_attention")
 def _(
     query: Tensor,
     key: Tensor,
@@ -389,7 +386,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     return (*_gradients(ctx, grad_out, grad_lse), [None] * ctx.levels, [None] * ctx.pooled, *[None] * len(ctx.options))
 
 
-_attention_op.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("diffsieve::llsa_attention", _backward, setup_context=_setup_context)
 
 
 class _Attention(torch.autograd.Function):
@@ -400,7 +397,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...], levels: int, *others: Tensor
     ) -> tuple[Tensor, Tensor]:
         lists = list(others[:levels]), list(others[levels:])
-        output: tuple[Tensor, Tensor] = torch.ops.diffsieve.llsa_attention(query, key, value, *lists, *options)
+        output: tuple[Tensor, Tensor] = _attention_op(query, key, value, *lists, *options)
         _setup_context(ctx, (query, key, value, *lists, *options), output)
         return output
 

@@ -117,7 +117,7 @@ def pool_tile(padded_dim: int, block_size: int) -> PoolTile:
     """The tile of the kernel of the pyramid; arguments as for `forward_tile`. A thread takes eight channels or more."""
     parents = min(POOLING.parents, block_size)
     warps = max(1, min(POOLING.num_warps, parents * padded_dim // 256))
-    return replace(POOLING, parents=parents, num_warps=warps)
+    return PoolTile(parents, warps)
 
 
 def selection_tile(padded_dim: int, padded_topk: int, *, coarsest: bool) -> SelectionTile:
@@ -174,4 +174,5 @@ def fit_query_tile(tile: QueryTile, block_size: int, element_size: int) -> Query
     """Bring `rows` into the range that the block size allows; fp32 has no tensor cores and twice the bytes."""
     if element_size == 4:
         tile = replace(tile, coarse_n=min(tile.coarse_n, 32), fine_n=16, rows=min(tile.rows, 32), num_stages=1)
-    return replace(tile, rows=min(max(tile.rows, block_size, 16), block_size**2))
+    rows = min(max(tile.rows, block_size, 16), block_size**2)
+    return tile if rows == tile.rows else replace(tile, rows=rows)

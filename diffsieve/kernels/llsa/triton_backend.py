@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..sizes import cdiv, next_power_of_2
 from .backward_kernels import enriched_bwd_dkdv_kernel, enriched_bwd_dq_kernel, enriched_bwd_reduce_kernel
 from .forward_kernels import enriched_fwd_kernel
 from .levels import level_lengths
@@ -60,7 +61,7 @@ def pyramids_triton(
             sources, firsts, seconds = (
                 tuple(result[n] for result in results) for n in (level, level + 1, level + 2 if two else level + 1)
             )
-            grid = (_cdiv(lengths[level], block_size**2), batch * max(heads), len(tensors))
+            grid = (cdiv(lengths[level], block_size**2), batch * max(heads), len(tensors))
             pyramid_fwd_kernel[grid](
                 sources, firsts, seconds, tuple(stride for x in sources for stride in x.stride()), heads,
                 tuple(batch * h for h in heads), length,
@@ -99,13 +100,13 @@ def hierarchical_topk_triton(
         coarsest = not chosen
         step = 16 if coarsest else min(16, block_size)
         candidates = n_tokens if coarsest else chosen[0].shape[3] * block_size
-        padded_kept = _power_of_2(kept)
+        padded_kept = next_power_of_2(kept)
         chosen_tile = (coarsest_tile if coarsest else tile) or selection_tile(
             _padded(dim), padded_kept, coarsest=coarsest
         )
-        block_n = min(chosen_tile.block_n, max(16, _power_of_2(candidates)))
+        block_n = min(chosen_tile.block_n, max(16, next_power_of_2(candidates)))
         with torch.cuda.device_of(query):
-            topk_fwd_kernel[_cdiv(n_tokens, step), batch * heads](
+            topk_fwd_kernel[cdiv(n_tokens, step), batch * heads](
                 query, key, index if coarsest else chosen[0], index, heads, heads // key.shape[1], n_tokens, kept,
                 0 if coarsest else chosen[0].shape[3],
                 BLOCK=block_size, ROWS=16, ROW_STEP=step, BLOCK_N=block_n, KP=padded_kept, COARSEST=coarsest,
@@ -140,13 +141,13 @@ def enriched_attention_fwd_triton(
     out = torch.empty_like(query)
     lse = query.new_empty((batch, heads, length), dtype=torch.float32)
     with torch.cuda.device_of(query):
-        enriched_fwd_kernel[_cdiv(length, tile.rows), batch * heads](
+        enriched_fwd_kernel[cdiv(length, tile.rows), batch * heads](
             query, key, value, out, lse, *_levels(query, k_pyramid, v_pyramid, indices, enrich),
             _shortfalls(length, block_size, len(indices), scale * _LOG2_E), scale * _LOG2_E,
             *query.stride(), *key.stride(), *value.stride(), *out.stride(),
             heads, heads // key.shape[1], length,
             BLOCK=block_size, LOG2_BLOCK=block_size.bit_length() - 1, LEVELS=len(indices),
-            ROWS=tile.rows, UNIT=max(16, block_size), KP=_power_of_2(max(index.shape[3] for index in indices)),
+            ROWS=tile.rows, UNIT=max(16, block_size), KP=next_power_of_2(max(index.shape[3] for index in indices)),
             COARSE_N=tile.coarse_n, FINE_N=tile.fine_n, HEAD_DIM=dim, BLOCK_D=_padded(dim),
             ENRICH=enrich, DISJOINT=disjoint, SAME_STRIDES=key.stride() == value.stride(),
             PRECISION=_precision(query.dtype), WIDE=any(map(_is_wide, (query, key, value))), **_options(tile),
@@ -209,7 +210,7 @@ def enriched_attention_bwd_triton(
         "BLOCK": block_size, "HEAD_DIM": dim, "BLOCK_D": padded, "PRECISION": _precision(query.dtype),
     }  # fmt: skip
     with torch.cuda.device_of(query):
-        enriched_bwd_dq_kernel[_cdiv(length, query_tile.rows), batch * heads](
+        enriched_bwd_dq_kernel[cdiv(length, query_tile.rows), batch * heads](
             query, key, value, out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(),
             grad_query, delta,
             coarse_keys, coarse_values, lists, widths, scale, scale * _LOG2_E,
@@ -238,9 +239,9 @@ def enriched_attention_bwd_triton(
                 "SAME_STRIDES": query.stride() == grad_out.stride(), "ROWS": tile.rows, "SWAP": tile.swap,
             } | _options(tile)  # fmt: skip
             if level == levels:
-                tiles_of_keys = _cdiv(k_level.shape[2], tile.keys)
+                tiles_of_keys = cdiv(k_level.shape[2], tile.keys)
                 cap = _rows_per_split(length, tiles_of_keys * batch * heads)
-                splits = _cdiv(length, cap) * (heads // kv_heads)
+                splits = cdiv(length, cap) * (heads // kv_heads)
                 above = [k_level.new_empty((splits, *k_level.shape), dtype=torch.float32) for _ in range(2)]
                 enriched_bwd_dkdv_kernel[tiles_of_keys, batch * kv_heads, splits](
                     query, k_level, v_level, grad_out, lse, delta, *above, *above, *above,
@@ -316,7 +317,7 @@ def _transposed(lists: Sequence[Tensor], kv_heads: int, block_size: int, nested:
         own = _ByKey(begins, counts, queries, cap, n_slots, slot_firsts, slot_blocks, used[level])
         coarsest = not result
         parent = own if coarsest else result[0]
-        transpose_nested_kernel[_cdiv(n_tokens, block_size), batch * kv_heads](
+        transpose_nested_kernel[cdiv(n_tokens, block_size), batch * kv_heads](
             index, parent.begins, parent.counts, parent.queries,
             begins, counts, queries, slot_firsts, slot_blocks, own.used,
             n_tokens, width, group, parent.queries.shape[2], entries, n_slots, cap,
@@ -341,20 +342,10 @@ def _by_sort(index: Tensor, kv_heads: int, cap: int, n_slots: int) -> _ByKey:
     )  # fmt: skip
 
 
-def _cdiv(a: int, b: int) -> int:
-    """Triton's own functions of these two names take microseconds each, a launch several of them."""
-    return -(-a // b)
-
-
-def _power_of_2(n: int) -> int:
-    """The least power of two that is not below n >= 1."""
-    return 1 << (n - 1).bit_length()
-
-
 def _rows_per_split(length: int, programs: int) -> int:
     """Queries per program of the coarsest level: a power of two that depends on the shape alone."""
-    rows = max(_DENSE_MIN_ROWS, _power_of_2(_cdiv(length * programs, _DENSE_PROGRAMS)))
-    return min(rows, max(16, _power_of_2(length)))
+    rows = max(_DENSE_MIN_ROWS, next_power_of_2(cdiv(length * programs, _DENSE_PROGRAMS)))
+    return min(rows, max(16, next_power_of_2(length)))
 
 
 def _levels(
@@ -403,7 +394,7 @@ def _coarse(x: Tensor) -> Tensor:
 
 
 def _padded(dim: int) -> int:
-    return max(16, _power_of_2(dim))
+    return max(16, next_power_of_2(dim))
 
 
 def _precision(dtype: torch.dtype) -> str:
