@@ -73,7 +73,12 @@ def test_text_and_json():
     assert values["steps_dense"] == 1
     assert values["steps"][0]["dense"] is True
     text = str(summary)
-    for part in ("5 steps, 1 dense", "asked for 50.0%", "kernel                torch (cpu tensors: triton", "warm-up 6, dense layer 8"):
+    for part in (
+        "5 steps, 1 dense",
+        "asked for 50.0%",
+        "kernel                torch (cpu tensors: triton",
+        "warm-up 6, dense layer 8",
+    ):
         assert part in text
 
 
