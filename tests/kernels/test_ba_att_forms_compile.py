@@ -15,8 +15,9 @@ pytestmark = [
 ]
 
 
-# The tile of the scores is chosen for Hopper: on GPUs with less shared memory eight words of it spill.
-@pytest.mark.parametrize(("arch", "spills"), [(90, 0), (80, 0), (86, 32)])
+# The tile of the scores is chosen for Hopper: elsewhere up to eight words of it spill, on sm_86 with every compiler and
+# on sm_80 with that of Triton 3.6 (six).
+@pytest.mark.parametrize(("arch", "spills"), [(90, 0), (80, 32), (86, 32)])
 def test_all_stays_in_registers(arch, spills):
     found = launches()
     assert len(found) == 13
