@@ -1,12 +1,12 @@
 """`block_sparse_attention`: validation, and the custom op with its gradient."""
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import refuse
+from ..checks import check_4d, check_like_query, check_options
 from ..custom_ops import custom_op
 from .backends import BACKENDS, choose_backend, dtype_name
 from .fallbacks import FAILED, give_up, is_build_failure, say_once
@@ -75,51 +75,28 @@ def _validate(
     backend: Any,
 ) -> None:
     """Raise a `UserInputError` that names the argument, what was expected and what came."""
-    for name, x in (("query", query), ("key", key), ("value", value), ("block_index", block_index)):
-        if not isinstance(x, Tensor):
-            refuse(name, "a tensor", type(x).__name__)
-        if x.ndim != 4:
-            refuse(name, "4-dimensional", tuple(x.shape))
-        if x.numel() == 0:
-            refuse(name, "not empty", tuple(x.shape))
+    check_4d(("query", query), ("key", key), ("value", value), ("block_index", block_index))
     if not (type(block_size) is int and 1 <= block_size <= MAX_BLOCK_SIZE):
         refuse("block_size", f"an int in [1, {MAX_BLOCK_SIZE}]", block_size)
-    if backend not in BACKENDS:
-        refuse("backend", f"one of {', '.join(BACKENDS)}", repr(backend))
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
-        refuse("scale", "a finite number > 0 or None", scale)
+    check_options(scale, backend, BACKENDS)
+    check_like_query(query, key, value, self_attention=False)
 
-    batch, heads, len_q, dim = query.shape
-    shape = key.shape
-    dtype, device = query.dtype, query.device
-    if not dtype.is_floating_point:
-        refuse("query", "floating point", dtype)
-    if shape[0] != batch:
-        refuse("key", f"of batch size {batch} like query", shape[0])
-    if shape[3] != dim:
-        refuse("key", f"of head dimension {dim} like query", shape[3])
-    if heads % shape[1] != 0:
-        refuse("key", f"of a number of heads that divides {heads}", shape[1])
-    if value.shape != shape:
-        refuse("value", f"of shape {tuple(shape)} like key", tuple(value.shape))
-    for name, x in (("key", key), ("value", value)):
-        if x.dtype != dtype:
-            refuse(name, f"{dtype_name(dtype)} like query", dtype_name(x.dtype))
-
-    n_q, n_k = -(-len_q // block_size), -(-shape[2] // block_size)
-    if block_index.shape[:3] != (batch, heads, n_q):
+    batch, heads, len_q, _ = query.shape
+    device = query.device
+    n_q, n_k = -(-len_q // block_size), -(-key.shape[2] // block_size)
+    index_batch, index_heads, index_rows, _ = block_index.shape  # quicker than a slice
+    if (index_batch, index_heads, index_rows) != (batch, heads, n_q):
         refuse("block_index", f"of shape ({batch}, {heads}, {n_q}, K)", tuple(block_index.shape))
-    lists = [("block_index", block_index)]
     if block_count is not None:
         if not isinstance(block_count, Tensor):
             refuse("block_count", "a tensor or None", type(block_count).__name__)
         if block_count.shape != (batch, heads, n_q):
             refuse("block_count", f"of shape {(batch, heads, n_q)}", tuple(block_count.shape))
-        lists.append(("block_count", block_count))
-    for name, x in lists:
+    for name, x in (("block_index", block_index), ("block_count", block_count)):
+        if x is None:
+            continue
         if x.dtype != torch.int32:
             refuse(name, "int32", dtype_name(x.dtype))
-    for name, x in [("key", key), ("value", value), *lists]:
         if x.device != device:
             refuse(name, f"on {device} like query", x.device)
     if device.type == "cpu":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,44 +10,18 @@ from torch import Tensor
 
 from ...errors import refuse
 from ..backends import dtype_name
+from ..checks import check_4d, check_like_query, check_options
 from .levels import level_lengths, most_levels
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 
 
 def check_tensors(query: Any, key: Any, value: Any, block_size: Any, scale: Any, backend: Any) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            refuse(name, "a tensor", type(x).__name__)
-        if x.ndim != 4:
-            refuse(name, "4-dimensional", tuple(x.shape))
-        if x.numel() == 0:
-            refuse(name, "not empty", tuple(x.shape))
+    check_4d(("query", query), ("key", key), ("value", value))
     if not (type(block_size) is int and block_size >= 2):
         refuse("block_size", "an int >= 2", block_size)
-    if backend not in BACKENDS:
-        refuse("backend", f"one of {', '.join(BACKENDS)}", repr(backend))
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
-        refuse("scale", "a finite number > 0 or None", scale)
-    batch, heads, length, dim = query.shape
-    shape, dtype, device = key.shape, query.dtype, query.device
-    if not dtype.is_floating_point:
-        refuse("query", "floating point", dtype)
-    if shape[0] != batch:
-        refuse("key", f"of batch size {batch} like query", shape[0])
-    if shape[2] != length:
-        refuse("key", f"of {length} tokens like query (self-attention)", shape[2])
-    if shape[3] != dim:
-        refuse("key", f"of head dimension {dim} like query", shape[3])
-    if heads % shape[1] != 0:
-        refuse("key", f"of a number of heads that divides {heads}", shape[1])
-    if value.shape != shape:
-        refuse("value", f"of shape {tuple(shape)} like key", tuple(value.shape))
-    for name, x in (("key", key), ("value", value)):
-        if x.dtype != dtype:
-            refuse(name, f"{dtype_name(dtype)} like query", dtype_name(x.dtype))
-        if x.device != device:
-            refuse(name, f"on {device} like query", x.device)
+    check_options(scale, backend, BACKENDS)
+    check_like_query(query, key, value, self_attention=True)
 
 
 def check_choice(topk: Any, levels: Any, enrich: Any, disjoint: Any) -> None:
