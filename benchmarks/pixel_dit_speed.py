@@ -17,15 +17,16 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
+from diffsieve.bench.dense_kernel import check_kernel, dense_kernel
 from diffsieve.compare.report import versions
+from diffsieve.errors import DiffsieveError
 from diffsieve.kernels.llsa import hierarchical_topk, llsa_attention
 from diffsieve.pipelines.pixel_dit import PixelDiTTransformer2DModel
 from diffsieve.pipelines.training.checkpoint import write_json
@@ -59,13 +60,8 @@ def transformer(method: str, side: int) -> PixelDiTTransformer2DModel:
     return model
 
 
-def kernel(method: str) -> AbstractContextManager[Any]:
-    backend = METHODS[method]
-    return nullcontext() if backend is None else sdpa_kernel(backend)
-
-
 def timed(step: Callable[[], Any]) -> dict[str, float]:
-    """Median seconds of a step, after one that compiles and warms up, with the peak memory."""
+    """Median seconds of a step, after one that warms up, with the peak memory."""
     step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -166,7 +162,7 @@ def main() -> None:
                     raise SystemExit(1 if failed else 0)
                 try:
                     row = key | run_row(method, what, side, batch)
-                except RuntimeError as error:  # such as no kernel of that kind for the size
+                except (RuntimeError, DiffsieveError) as error:  # such as no kernel of that kind for the size
                     print(f"{key} failed: {error}", flush=True)
                     failed = True
                     continue
@@ -183,9 +179,13 @@ def run_row(method: str, what: str, side: int, batch: int) -> dict[str, Any]:
     torch.cuda.empty_cache()
     model = transformer(method, side)
     try:
-        with kernel(method):
+        with dense_kernel(METHODS[method]):
             make = training_step if what == "train" else sampling_step
-            figures: dict[str, Any] = timed(make(model, side, batch))
+            step = make(model, side, batch)
+            step()  # compiles
+            if METHODS[method] is not None:
+                check_kernel(step, METHODS[method])
+            figures: dict[str, Any] = timed(step)
     except torch.OutOfMemoryError:
         return {"error": "out of memory"}
     figures["images_per_s"] = batch / figures["seconds"]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import gc
 import json
 import math
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from ...errors import DiffsieveError, UserInputError
 from ...kernels import testing
 from ...kernels.ba_att import CANDIDATE_ORDERS
 from ...processors import BAAttConfig, apply_sparse_attention, sparsity_summary
 from ..config import BenchConfig, Grid, percent
+from ..dense_kernel import check_kernel, dense_kernel
 from ..problem import Operation, Prepared, Problem, Variant
 
 # Sizes of WanTransformer3DModel; what is not said here is the default of diffusers, that of Wan 2.1.
@@ -143,7 +143,7 @@ class _Forward:
 
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:
-        with nullcontext() if self.kernel is None else sdpa_kernel(self.kernel):
+        with dense_kernel(self.kernel):
             out: torch.Tensor = self.model(**self.inputs)[0]
         return out
 
@@ -152,7 +152,7 @@ def _prepare_dense(config: BenchConfig, model: str, grid: Grid, kernel: SDPBacke
     _drop_the_last()
     forward = _Forward(config, model, grid, kernel)
     forward.compile(config)
-    return Prepared(forward, partial(_check_finite, forward), graph=False)
+    return Prepared(forward, partial(_check_dense, forward), graph=False)
 
 
 def _prepare_sparse(config: BenchConfig, model: str, grid: Grid, sparsity: float, _: None) -> Prepared:
@@ -175,6 +175,13 @@ def _drop_the_last() -> None:
 def _check_finite(forward: _Forward) -> dict[str, Any]:
     """The gate compares the transformer with fp64; here the output has to be finite."""
     return {"error": 0.0, "bound": 0.0, "ok": bool(forward().isfinite().all())}
+
+
+def _check_dense(forward: _Forward) -> dict[str, Any]:
+    found = _check_finite(forward)
+    if forward.kernel is not None:
+        check_kernel(forward, forward.kernel)
+    return found
 
 
 def _check_sparse(forward: _Forward, sparsity: float, block_size: int) -> dict[str, Any]:
