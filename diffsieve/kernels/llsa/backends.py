@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from ...errors import BackendUnavailableError, UserInputError
-from ..backends import TRITON_MAX_DIM, BackendChoice, dtype_name, triton_obstacle
+from ..backends import BackendChoice, dtype_name, triton_obstacle
 from .checks import BACKENDS
 
 _TRITON_BLOCKS = (8, 16, 32, 64, 128)
-# Forward and selection have not run on a GPU above this: by name only, until the GPU test with D 256 has passed.
-_LARGEST_DIM_RUN = 128
 
 
 def choose_backend(query: Tensor, *, block_size: int = 16, backend: str = "auto") -> BackendChoice:
@@ -31,8 +29,6 @@ def choose_backend(query: Tensor, *, block_size: int = 16, backend: str = "auto"
     if backend == "auto" and query.device.type == "cpu":
         return BackendChoice("torch", "cpu tensors: triton needs a CUDA GPU")
     dim = query.shape[-1]
-    if backend == "auto" and _LARGEST_DIM_RUN < dim <= TRITON_MAX_DIM:
-        return BackendChoice("torch", f"D {dim}: no GPU has run the triton kernels beyond D {_LARGEST_DIM_RUN} yet")
     wrong_block = None
     if block_size not in _TRITON_BLOCKS:
         wrong_block = f"needs a block_size of {', '.join(map(str, _TRITON_BLOCKS))}, got {block_size}"
