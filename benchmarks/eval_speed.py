@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from diffsieve.compare.report import versions
 from diffsieve.eval import MissingWeightsError, load_lpips
 from diffsieve.eval import measure as measure_pair
 from diffsieve.eval.clips import ClipReader
@@ -72,7 +74,8 @@ def main() -> None:
         print(runs[-1], {name: result.mean for name, result in results.items()}, flush=True)
     report = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
-        "torch": torch.__version__,
+        "command": " ".join(["python", *sys.argv]),
+        "versions": versions(),
         "height": options.height,
         "width": options.width,
         "metrics": list(results),
