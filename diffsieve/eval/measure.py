@@ -16,7 +16,7 @@ from .flickering import FlickeringMeter
 from .lpips import LoadedLpips, lpips_per_frame
 from .lpips import too_small as too_small_for_lpips
 from .lpips_net import NETS
-from .ms_ssim import ms_ssim_per_frame
+from .ms_ssim import ms_ssim_per_frame, ssim_and_ms_ssim_per_frame
 from .ms_ssim import too_small as too_small_for_ms_ssim
 from .psnr import mse_per_frame, psnr_from_mean_mse_result, psnr_result
 from .result import MetricResult
@@ -133,6 +133,24 @@ class _PerFrame:
         return [MetricResult(self.name, values, mean, "", "lower" if self.direction == "lower" else "higher")]
 
 
+class _BothSsim:
+    """SSIM and MS-SSIM of a chunk at once, for the two meters that ask for one each: the finest scale is the same."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[float]] = {}
+
+    def of(self, name: str) -> Callable[[torch.Tensor, torch.Tensor], list[float]]:
+        """What the meter of that name takes its values from."""
+
+        def values_of(reference: torch.Tensor, test: torch.Tensor) -> list[float]:
+            if name not in self._found:  # the first of the two; the other one takes the rest
+                both = ssim_and_ms_ssim_per_frame(reference, test)
+                self._found = dict(zip(("ssim", "ms_ssim"), both, strict=True))
+            return self._found.pop(name)
+
+        return values_of
+
+
 @dataclass
 class _Missing:
     """A metric that cannot run on these clips."""
@@ -162,15 +180,20 @@ def _meters(
     metrics: Sequence[str], nets: Mapping[str, LoadedLpips | str], svg: str, height: int, width: int
 ) -> list[_Meter]:
     found: list[_Meter] = []
+    ssim: Callable[[torch.Tensor, torch.Tensor], list[float]] = ssim_per_frame
+    ms_ssim: Callable[[torch.Tensor, torch.Tensor], list[float]] = ms_ssim_per_frame
+    if {"ssim", "ms_ssim"} <= set(metrics) and too_small_for_ms_ssim(height, width) is None:
+        both = _BothSsim()
+        ssim, ms_ssim = both.of("ssim"), both.of("ms_ssim")
     for metric in dict.fromkeys(metrics):
         if metric == "psnr":
             found.append(_Psnr())
         elif metric == "ssim":
             obstacle = f"SSIM needs at least {WINDOW_SIZE} x {WINDOW_SIZE} pixels, got {height} x {width}"
-            found.append(_if(min(height, width) >= WINDOW_SIZE, "ssim", "higher", ssim_per_frame, obstacle))
+            found.append(_if(min(height, width) >= WINDOW_SIZE, "ssim", "higher", ssim, obstacle))
         elif metric == "ms_ssim":
             reason = too_small_for_ms_ssim(height, width)
-            found.append(_if(reason is None, "ms_ssim", "higher", ms_ssim_per_frame, reason))
+            found.append(_if(reason is None, "ms_ssim", "higher", ms_ssim, reason))
         elif metric == "lpips":
             found += [_lpips(f"lpips[{net}]", net, model, height, width) for net, model in nets.items()]
         elif metric == "svg-compatible":

@@ -55,12 +55,20 @@ def too_small(height: int, width: int) -> str | None:
 
 def ms_ssim_per_frame(reference: torch.Tensor, test: torch.Tensor) -> list[float]:
     """Return the MS-SSIM of each frame of two float64 chunks (n, 3, H, W)."""
+    return ssim_and_ms_ssim_per_frame(reference, test)[1]
+
+
+def ssim_and_ms_ssim_per_frame(reference: torch.Tensor, test: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Return `ssim_per_frame` and `ms_ssim_per_frame`, whose finest scale is the same maps."""
     product = torch.ones(reference.shape[:2], dtype=torch.float64, device=reference.device)  # (n, 3)
+    ssim = product
     for scale, weight in enumerate(WEIGHTS):
         luminance, structure = similarity_maps(reference, test)
+        if scale == 0:
+            ssim = (luminance * structure).mean(dim=(1, 2, 3))
         last = scale == len(WEIGHTS) - 1
         term = (luminance * structure if last else structure).mean(dim=(2, 3))
         product = product * term.clamp_min(0.0) ** weight
         if not last:
             reference, test = F.avg_pool2d(reference, 2), F.avg_pool2d(test, 2)
-    return product.mean(dim=1).tolist()
+    return ssim.tolist(), product.mean(dim=1).tolist()

@@ -68,10 +68,12 @@ def _window_mean(image: torch.Tensor) -> torch.Tensor:
     weights = _gaussian_weights()
     height, width = image.shape[-2] - WINDOW_SIZE + 1, image.shape[-1] - WINDOW_SIZE + 1
     # Eleven shifted sums per axis: float64 convolution has no fast path on CPU.
-    rows = sum(weight * image[..., i : i + height, :] for i, weight in enumerate(weights))
-    assert isinstance(rows, torch.Tensor)
-    columns = sum(weight * rows[..., i : i + width] for i, weight in enumerate(weights))
-    assert isinstance(columns, torch.Tensor)
+    rows = weights[0] * image[..., :height, :]
+    for i, weight in enumerate(weights[1:], 1):
+        rows.add_(image[..., i : i + height, :], alpha=weight)  # one pass; a product and a sum would be two
+    columns = weights[0] * rows[..., :width]
+    for i, weight in enumerate(weights[1:], 1):
+        columns.add_(rows[..., i : i + width], alpha=weight)
     return columns
 
 

@@ -1,5 +1,6 @@
 """All metrics in one walk: equal to each alone, whatever the chunks, in little memory; the svg-compatible column."""
 
+import importlib
 import math
 import weakref
 
@@ -15,8 +16,12 @@ from diffsieve.errors import UserInputError
 from diffsieve.eval import load_lpips, lpips, measure, ms_ssim, psnr, psnr_from_mean_mse, ssim, temporal_flickering
 from diffsieve.eval.clips import ClipReader
 from diffsieve.eval.lpips_net import Lpips
+from diffsieve.eval.ssim import similarity_maps
 from diffsieve.eval.svg_compatible import box_ssim_per_frame
 from diffsieve.eval.walk import default_chunk, walk_pair
+
+# The package has functions of the same names.
+ms_ssim_module, ssim_module = (importlib.import_module(f"diffsieve.eval.{name}") for name in ("ms_ssim", "ssim"))
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +53,24 @@ def test_random_backbone_the_chunk_size_does_not_change_the_results(clip_pair, r
         assert list(other) == list(whole)
         for name, result in whole.items():
             assert other[name].per_frame == pytest.approx(result.per_frame, rel=1e-5 if "lpips" in name else 1e-13)
+
+
+def test_ssim_and_ms_ssim_share_the_finest_scale(generator, monkeypatch):
+    clip_pair = [torch.rand(5, 3, 176, 180, generator=generator) for _ in range(2)]
+    computed = []
+
+    def counted(x, y):
+        computed.append(tuple(x.shape[-2:]))
+        return similarity_maps(x, y)
+
+    monkeypatch.setattr(ms_ssim_module, "similarity_maps", counted)
+    monkeypatch.setattr(ssim_module, "similarity_maps", counted)
+    both = measure(*clip_pair, metrics=("ms_ssim", "psnr", "ssim"), chunk_size=3)
+    chunks = -(-len(clip_pair[0]) // 3)
+    assert len(computed) == 5 * chunks
+    assert list(both) == ["ms_ssim", "psnr", "psnr_from_mean_mse", "ssim"]
+    for name in ("ssim", "ms_ssim"):
+        assert both[name] == measure(*clip_pair, metrics=(name,), chunk_size=3)[name]
 
 
 class CountedClip(ClipReader):
