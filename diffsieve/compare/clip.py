@@ -22,7 +22,8 @@ class Clip:
     """A generated clip, or a picture.
 
     Args:
-        frames: (T, 3, H, W) float32 on the CPU, in [0, 1], as the VAE decoded them; T is 1 for a picture.
+        frames: (T, 3, H, W) float32 in [0, 1], as the VAE decoded them, on the CPU unless `generate_clip` was told to
+            leave them on the device; T is 1 for a picture.
         seconds_total: the whole pipeline call.
         seconds_steps: each denoising step; the first one also holds the text encoder.
         seconds_decode: from the last step to the end, mostly the VAE.
@@ -35,7 +36,14 @@ class Clip:
 
 
 def generate_clip(
-    pipe: Any, config: RunConfig, *, prompt: str, seed: int, name: str = "clip", on_step: StepCallback | None = None
+    pipe: Any,
+    config: RunConfig,
+    *,
+    prompt: str,
+    seed: int,
+    name: str = "clip",
+    on_step: StepCallback | None = None,
+    to_cpu: bool = True,
 ) -> Clip:
     """Run the pipeline once.
 
@@ -49,6 +57,7 @@ def generate_clip(
         seed: start value of the noise.
         name: what an error calls this clip.
         on_step: called with the number of finished steps after each.
+        to_cpu: bring the frames to the CPU; else they stay on the device, for metrics that are computed there.
 
     Raises:
         DiffsieveError: the clip holds values that are not finite, or has another size than asked for.
@@ -81,7 +90,9 @@ def generate_clip(
         end = _now(device)
     finally:
         pipe.set_progress_bar_config(**(bar or {}))
-    frames = frames.float().cpu()
+    frames = frames.float()
+    if to_cpu:
+        frames = frames.cpu()
     expected = (config.frames, 3, config.height, config.width)
     what = f"{name} {'picture' if pictures else 'clip'}"
     if tuple(frames.shape) != expected:

@@ -116,7 +116,8 @@ def study_clips(
     folders.make_output(config.out)
     claim_settings(config.out / CLIPS_SETTINGS, CLIPS_SCHEMA, _settings(config, pipe))
     tasks: list[Task] = [*([(FLOOR, None)] if config.floor else []), *pairs]
-    items = [(prompt, seed) for prompt in config.prompt for seed in config.seed]
+    # Seed by seed: a study that is stopped has all prompts with the first seed before it has some with all seeds.
+    items = [(prompt, seed) for seed in config.seed for prompt in config.prompt]
     with line_writer(config.out / f"{CLIPS}-{shard.index}.jsonl") as lines:
         finished = _finished(config.out)
         plan = [
@@ -160,7 +161,7 @@ def _run_item(
         Hindsight(densities, config.block_size, config.backend) if densities and _one_transformer(pipe) else None
     )
     with hindsight.watching(pipe, _watched_steps(config)) if hindsight else nullcontext():
-        dense = generate_clip(pipe, config, prompt=prompt, seed=seed, name="dense")
+        dense = generate_clip(pipe, config, prompt=prompt, seed=seed, name="dense", to_cpu=False)
     deadline.end()
     for name, sparsity in todo:
         if deadline.passed:
@@ -169,7 +170,7 @@ def _run_item(
         record = {"prompt": prompt, "seed": seed, "variant": name, "sparsity": sparsity}
         if sparsity is None:
             with other_kernel(pipe) as kernel:
-                clip = generate_clip(pipe, config, prompt=prompt, seed=seed, name=name)
+                clip = generate_clip(pipe, config, prompt=prompt, seed=seed, name=name, to_cpu=False)
             record |= {"kernel": kernel} | _measured(bench, dense, clip)
         else:
             record |= _variant(bench, name, sparsity, prompt, seed, dense, hindsight)
@@ -204,7 +205,7 @@ def _variant(
         if variant.custom is not None:
             make = variant.custom
             use_custom_selection(pipe, lambda layer: make(int(layer.rsplit(".", 1)[1])))
-        clip = generate_clip(pipe, config, prompt=prompt, seed=seed, name=name)
+        clip = generate_clip(pipe, config, prompt=prompt, seed=seed, name=name, to_cpu=False)
         summary = sparsity_summary(pipe).to_dict()
     kept = ("density_overall", "density_sparse_steps", "token_density_sparse_steps", "steps_dense", "steps_total")
     orders = Counter(order for names in summary["orders"].values() for order in names)

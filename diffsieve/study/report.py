@@ -61,15 +61,23 @@ def write_report(out: Path, *, command: Sequence[str] | None = None) -> dict[str
 def summarize_clips(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a row for each variant and sparsity: statistics over clips, and the gain over the paper's preset.
 
-    The gain is taken clip by clip, so that its deviation is that of the differences.
+    Rows of one sparsity are over the same clips, those that all of them have, so that they can be compared when the
+    study is unfinished; where there is no such clip, each is over its own. The gain is taken clip by clip, so that its
+    deviation is that of the differences.
     """
     by_row: dict[tuple[str, float | None], dict[tuple[str, int], Mapping[str, Any]]] = {}
     for line in lines:  # of two lines for one clip the later one counts
         by_row.setdefault((line["variant"], line["sparsity"]), {})[line["prompt"], line["seed"]] = line
     clips = sorted({clip for row in by_row.values() for clip in row})
+    shared = {
+        sparsity: set.intersection(*(set(row) for (_, other), row in by_row.items() if other == sparsity))
+        for _, sparsity in by_row
+    }
     rows = []
     for variant, sparsity in sorted(by_row, key=_place):
         found = by_row[variant, sparsity]
+        if common := shared[sparsity]:
+            found = {clip: line for clip, line in found.items() if clip in common}
         baseline = by_row.get((_BASELINE, sparsity), {})
         rows.append({"variant": variant, "sparsity": sparsity} | _row(variant, found, baseline))
     return {

@@ -28,7 +28,10 @@ def study_page(report: Mapping[str, Any]) -> Page:
         facts.append(f"{place['device_name']}, {settings['dtype']}; torch {place['versions']['torch']}")
         notes += [f"{metric_title(name)} not computed: {'; '.join(why)}" for name, why in clips["reasons"].items()]
         if not clips["complete"]:
-            notes.append("unfinished: not every variant has all clips, so rows are not comparable yet")
+            notes.append(
+                "unfinished: the rows of a sparsity are over the clips that all of its variants have, or each over its "
+                "own where there are none; rows of different sparsities are over different clips"
+            )
     if recall:
         facts.append(
             f"recall on {recall['calls']} captured calls, layers {', '.join(recall['layers'])}, "

@@ -134,7 +134,8 @@ def choose(suites: Sequence[str], variants: Sequence[str], sparsities: Sequence[
     pairs |= dict.fromkeys((name, value) for value in sparsities or (0.5,) for name in variants)
     if not pairs:
         raise UserInputError("suite or variant must name something to run, got neither")
-    return list(pairs)
+    order = list(dict.fromkeys(sparsity for _, sparsity in pairs))
+    return sorted(pairs, key=lambda pair: order.index(pair[1]))
 
 
 def config_of(

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from diffsieve.compare.clip import generate_clip
+from diffsieve.compare.lines import read_lines
 from diffsieve.compare.prepare import prepare, resolve_place
 from diffsieve.compare.shards import Deadline, Shard
 from diffsieve.errors import UserInputError
@@ -12,6 +13,7 @@ from diffsieve.eval import psnr
 from diffsieve.processors import BAAttConfig, sparse_attention
 from diffsieve.study import SUITES, VARIANTS, study_clips
 from diffsieve.study.prompts import held_out_prompts
+from diffsieve.study.report import write_report
 from diffsieve.study.variants import FLOOR, choose, config_of
 from tests.tiny import wan_pipeline
 
@@ -113,6 +115,50 @@ def test_shards_share_the_clips_and_the_last_one_reports(pipe, study):
     assert {path.name for path in config.out.glob("*.jsonl")} == {"clips-0.jsonl", "clips-1.jsonl"}
 
 
+def test_an_unfinished_study_compares_variants_on_the_same_clips(pipe, study):
+    config = study(
+        suites=(),
+        variants=("paper", "random"),
+        sparsities=(0.34, 0.6),
+        seed=(0, 1),
+        prompt=("a cat", "a dog"),
+        floor=False,
+    )
+    study_clips(config, pipe=pipe, deadline=Stop(1 + 4 + 1 + 4 + 1 + 3))
+    lines = [(line["seed"], line["prompt"], line["sparsity"], line["variant"]) for line in lines_of(config.out)]
+    # All prompts with the first seed, then the next seed; in each all variants of a sparsity, then the next sparsity.
+    clips = [(0, "a cat"), (0, "a dog"), (1, "a cat")]
+    assert lines == [(*clip, s, v) for clip in clips for s in (0.34, 0.6) for v in ("paper", "random")][:11]
+    found = write_report(config.out)["clips"]
+    assert not found["complete"]
+    rows = {(row["variant"], row["sparsity"]): row for row in found["rows"]}
+    assert {key: row["clips"] for key, row in rows.items()} == {
+        ("paper", 0.34): 3, ("random", 0.34): 3, ("paper", 0.6): 2, ("random", 0.6): 2,
+    }  # fmt: skip
+    assert rows["random", 0.6]["over_paper"]["psnr"]["n"] == 2
+    assert "unfinished: the rows of a sparsity are over the clips" in (config.out / "study.html").read_text("utf-8")
+    assert study_clips(config, pipe=pipe)["missing"] == 0
+    assert json.loads((config.out / "study.json").read_text("utf-8"))["clips"]["complete"]
+
+
+def test_legs_with_other_numbers_of_shards_go_on_from_each_other(pipe, study):
+    """The third leg finds what three processes and then two of five wrote, a torn line among it."""
+    config = study(suites=(), variants=("paper",), sparsities=(0.6,), seed=(0, 1, 2, 3, 4))
+    for index in range(3):
+        study_clips(config, pipe=pipe, shard=Shard(index, 3), deadline=Stop(2))
+    with (config.out / "clips-1.jsonl").open("a") as file:
+        file.write('{"prompt": "a cat moves left", "se')  # a process was killed here
+    for index in (4, 1):
+        study_clips(config, pipe=pipe, shard=Shard(index, 5))
+    before = read_lines(config.out, "clips")
+    done = study_clips(config, pipe=pipe, shard=Shard(0, 1))
+    assert (done["done"], done["missing"], done["other_shards_missing"]) == (10, 0, 0)
+    after = lines_of(config.out)
+    assert all(line in after for line in before)
+    assert len(after) == len({(line["seed"], line["variant"]) for line in after}) == 10, "a clip was made twice"
+    assert json.loads((config.out / "study.json").read_text("utf-8"))["clips"]["complete"]
+
+
 def test_more_may_be_asked_for_later_but_not_something_else(pipe, study):
     config = {"suites": (), "variants": ("paper",), "sparsities": (0.6,)}
     study_clips(study(**config), pipe=pipe)
@@ -161,6 +207,9 @@ def test_one_sparsity_is_refused_where_sparsities_are_meant(study):
 def test_suites_name_their_sparsities():
     assert {s for _, s in choose(("sort",), (), ())} == {0.5, 0.7, 0.9}
     assert {s for _, s in choose(("fidelity",), (), ())} == {0.5, 0.6, 0.75, 0.9}
+    together = [s for _, s in choose(("fidelity", "sort"), (), ())]
+    assert list(dict.fromkeys(together)) == [0.5, 0.6, 0.75, 0.9, 0.7]
+    assert together == sorted(together, key=[0.5, 0.6, 0.75, 0.9, 0.7].index), "a sparsity is not in one piece"
     assert len(choose(tuple(SUITES), (), ())) == len(set(choose(tuple(SUITES), (), ())))
     assert choose((), ("random",), ()) == [("random", 0.5)]
 
