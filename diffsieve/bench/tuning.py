@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ..errors import UserInputError
 from ..kernels import testing
-from ..kernels.backends import TRITON_MAX_DIM
 from ..kernels.block_sparse import choose_backend
 from ..kernels.block_sparse.tiles import TileConfig, candidates
-from ..kernels.block_sparse.tuned_tiles import TileKey, read_tiles, tuned_tiles_file, write_tiles
+from ..kernels.block_sparse.tuned_tiles import DIMS, TileKey, read_tiles, tuned_tiles_file, write_tiles
 from ..kernels.testing import AttentionInputs
 from .config import BenchConfig
 from .operations.block_sparse import check_output
@@ -67,7 +66,7 @@ def tune(
 
     Args:
         config: `device`, `dtype` and `budget_ms` are used.
-        dims: head dimensions, 1 to 256.
+        dims: head dimensions out of `DIMS`: others take the tile of the next larger one.
         block_sizes: tokens per block, powers of two, 16 to 8,192.
         file: of the tiles; that of the user's cache folder by default.
         progress: takes lines for people.
@@ -81,8 +80,9 @@ def tune(
     if config.torch_dtype == torch.float32:
         raise UserInputError("dtype must be bfloat16 or float16, got float32: it has one tile")
     for dim in dims:
-        if not 1 <= dim <= TRITON_MAX_DIM:
-            raise UserInputError(f"dim must be in [1, {TRITON_MAX_DIM}], got {dim}")
+        if dim not in DIMS:
+            choices = ", ".join(map(str, DIMS))
+            raise UserInputError(f"dim must be one of {choices} (others take the tile of the next larger), got {dim}")
     for block_size in block_sizes:
         if not 16 <= block_size <= _MOST_BLOCK or block_size & (block_size - 1):
             raise UserInputError(f"block_size must be a power of two in [16, {_MOST_BLOCK}], got {block_size}")
@@ -116,7 +116,6 @@ def describe(tuned: Tuned) -> str:
 def _tune_shape(config: BenchConfig, timer: Timer, dim: int, block_size: int) -> Tuned:
     import triton
 
-    padded = max(16, triton.next_power_of_2(dim))
     case = testing.AttentionCase(
         heads=_HEADS, kv_heads=_HEADS, len_q=_TOKENS, len_k=_TOKENS, dim=dim, block_size=block_size
     )
@@ -127,7 +126,7 @@ def _tune_shape(config: BenchConfig, timer: Timer, dim: int, block_size: int) ->
         device=str(config.device),
     )  # fmt: skip
     capability = torch.cuda.get_device_capability(timer.device)
-    table, *others = candidates(capability, padded, block_size)
+    table, *others = candidates(capability, dim, block_size)
     calls: dict[TileConfig, Callable[[], Any]] = {}
     failed: dict[str, str] = {}
     for tile in (table, *others):
@@ -147,7 +146,7 @@ def _tune_shape(config: BenchConfig, timer: Timer, dim: int, block_size: int) ->
     if table in times and times[table] <= _GAIN * times[best]:
         best = table
     key = TileKey(
-        torch.cuda.get_device_name(timer.device), triton.__version__, padded, block_size, str(config.dtype)
+        torch.cuda.get_device_name(timer.device), triton.__version__, dim, block_size, str(config.dtype)
     )  # fmt: skip
     return Tuned(key, best, times[best], times.get(table), len(times), failed)
 

@@ -13,7 +13,10 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def tune(
     dim: Annotated[
-        list[int] | None, typer.Option("--dim", help="Channels of a head. May be repeated.", show_default="64, 128")
+        list[int] | None,
+        typer.Option(
+            "--dim", help="Channels of a head: 16, 32, 64, 128 or 256. May be repeated.", show_default="64, 128"
+        ),
     ] = None,
     block_size: Annotated[
         list[int] | None,

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -126,10 +127,11 @@ def cache_folder(tmp_path, monkeypatch):
     """An empty cache folder of the user; nothing of it was read yet, and GPUs have the name of `KEY`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: KEY.gpu)
-    for function in (tuned_tiles._tiles, tuned_tiles._gpu_name):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for function in (tuned_tiles._tiles, tuned_tiles._tiles_of):
         function.cache_clear()
     yield tmp_path / "diffsieve"
-    for function in (tuned_tiles._tiles, tuned_tiles._gpu_name):
+    for function in (tuned_tiles._tiles, tuned_tiles._tiles_of):
         function.cache_clear()
 
 
@@ -177,8 +179,10 @@ def test_a_process_keeps_the_tiles_that_it_began_with(cache_folder):
         json.dumps({"format": 1, "tiles": [{"for": vars(KEY), "tile": vars(TileConfig(64, 32, 4, 0))}]}),
         json.dumps({"format": 1, "tiles": [{"for": vars(KEY), "tile": vars(TILE) | {"block_n": "32"}}]}),
         json.dumps({"format": 1, "tiles": [{"for": vars(KEY) | {"block_size": "128"}, "tile": vars(TILE)}]}),
+        json.dumps({"format": 1, "tiles": [{"for": vars(KEY) | {"dim": 96}, "tile": vars(TILE)}]}),
+        json.dumps({"format": 1, "tiles": [{"for": vars(KEY) | {"dtype": "float32"}, "tile": vars(TILE)}]}),
     ],
-    ids=["text", "list", "format", "no-tiles", "fields", "power", "block", "stages", "type", "key"],
+    ids=["text", "list", "format", "no-tiles", "fields", "power", "block", "stages", "type", "key", "dim", "dtype"],
 )
 def test_a_damaged_file_is_said_and_left_out(content, cache_folder, caplog):
     cache_folder.mkdir()
@@ -189,6 +193,22 @@ def test_a_damaged_file_is_said_and_left_out(content, cache_folder, caplog):
     assert [record.message.split(" (")[0] for record in caplog.records] == [
         f"{cache_folder / 'tiles.json'} is not a file of tiles"
     ]
+
+
+def test_a_tile_without_room_on_the_gpu_is_said_and_the_others_stay(cache_folder, caplog):
+    large = TileConfig(128, 128, 8, 5)
+    assert shared_bytes(large, (9, 0), 256, 2) > shared_limit((9, 0))
+    too_large, other_gpu = replace(KEY, dim=256), replace(KEY, dim=256, gpu="another GPU")
+    write_tiles(tuned_tiles.tuned_tiles_file(), {too_large: large, other_gpu: large, KEY: TILE})
+    with caplog.at_level(logging.WARNING):
+        assert look_up(dim=256) is None
+        assert look_up(dim=256) is None
+        assert look_up() == TILE
+    (record,) = caplog.records
+    assert record.message.startswith(
+        f"{cache_folder / 'tiles.json'}: the row for D 256, blocks of 128, bfloat16, Triton 3.6.0, NVIDIA H200 may "
+    )
+    assert "the built-in tile is taken" in record.message
 
 
 @needs_triton

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
-from .tiles import TileConfig
+from .tiles import TileConfig, shared_bytes, shared_limit
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
+DIMS = (16, 32, 64, 128, 256)
+_DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class TileKey:
     Args:
         gpu: name of the GPU, as PyTorch gives it.
         triton: version of Triton, whose code generation decides as much as the GPU.
-        dim: head dimension, rounded up to a power of two.
+        dim: head dimension, rounded up to one of `DIMS`.
         block_size: tokens per block.
         dtype: "bfloat16" or "float16".
     """
@@ -82,10 +84,31 @@ def tuned_tile(device: torch.device, triton: str, dim: int, block_size: int, dty
         triton, dim, block_size: as in `TileKey`.
         dtype: of the tensors.
     """
+    tiles = _tiles_of(device)
+    return tiles.get((triton, dim, block_size, dtype)) if tiles else None
+
+
+@cache
+def _tiles_of(device: torch.device) -> dict[tuple[str, int, int, torch.dtype], TileConfig]:
+    """The tiles that a GPU has the room for, by version of Triton, head dimension, block size and dtype."""
     tiles = _tiles()
     if not tiles:
-        return None
-    return tiles.get(TileKey(_gpu_name(device), triton, dim, block_size, str(dtype).removeprefix("torch.")))
+        return {}
+    gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    limit, found = shared_limit(capability), {}
+    for key, tile in tiles.items():
+        if key.gpu != gpu:
+            continue
+        needed = shared_bytes(tile, capability, key.dim, element_size=2)
+        if needed <= limit:
+            found[key.triton, key.dim, key.block_size, getattr(torch, key.dtype)] = tile
+        else:
+            logger.warning(
+                "%s: the row for D %s, blocks of %s, %s, Triton %s, %s may need %s bytes of shared memory, of %s that "
+                "there are: the built-in tile is taken; delete the row, or run diffsieve tune again",
+                *(tuned_tiles_file(), key.dim, key.block_size, key.dtype, key.triton, gpu, f"{needed:,}", f"{limit:,}"),
+            )
+    return found
 
 
 @cache
@@ -98,12 +121,9 @@ def _tiles() -> dict[TileKey, TileConfig]:
         return {}
 
 
-@cache
-def _gpu_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
-
-
 def _tile(key: dict[str, Any], values: dict[str, Any]) -> TileConfig:
+    if key["dim"] not in DIMS or key["dtype"] not in _DTYPES:
+        raise ValueError(f"a tile must be for D {', '.join(map(str, DIMS))} and {' or '.join(_DTYPES)}, got {key}")
     tile = TileConfig(**values)
     numbers = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages
     if any(type(number) is not int or number < 1 for number in numbers):
