@@ -161,6 +161,17 @@ def error_bound(rounded: Tensor, expected: Tensor) -> float:
     return 2 * error_ratio(rounded, expected) + torch.finfo(rounded.dtype).eps / 4
 
 
+def one_key_bound(dtype: torch.dtype) -> float:
+    """Largest `error_ratio` of an output where one key takes all of the weight in nearly every row (`gain` 200).
+
+    The value of one key is a number of `dtype`, and PyTorch's attention without a mask gives it back: what is left of
+    `error_bound` is its rounding term. With a mask PyTorch is no measure there, it is off by up to 0.07 on a GPU. At
+    least 5e-4, as logits near 10^5 are themselves off by some 0.02, in fp32, which weighs in on the few rows in which
+    two keys come that near to each other.
+    """
+    return max(torch.finfo(dtype).eps / 4, 5e-4)
+
+
 def sampled_errors(inputs: AttentionInputs, out: Tensor, block_size: int, samples: int = 24) -> dict[str, float]:
     """`error_ratio` and `error_bound` of an output on some query blocks, for problems too large for a written-out mask.
 

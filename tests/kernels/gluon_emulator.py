@@ -9,6 +9,8 @@ any time after its issue, and its target holds NaN until then; a product reads s
 the wait that ends it. So a slot that is released too early or read too soon shows in the result. Shared memory begins
 as NaN. Loads and stores outside their tensor raise.
 
+A product and a sum that follows it are rounded once, as the compiler makes one instruction of them.
+
 Registers, layouts and the compiler's own barriers are not modelled: what the compilers say is for another test.
 """
 
@@ -36,12 +38,16 @@ class DeadlockError(AssertionError):
 class Tile:
     """A tensor in registers."""
 
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
+    def __init__(self, data: torch.Tensor, unrounded: torch.Tensor | None = None) -> None:
+        self.data, self.unrounded = data, unrounded
         self.type = SimpleNamespace(layout=None)
 
     def __getitem__(self, key: Any) -> Tile:
         return Tile(self.data[key])
+
+    def __mul__(self, other: Any) -> Tile:
+        factors = self.data, other.data if isinstance(other, Tile) else torch.tensor(other, dtype=self.data.dtype)
+        return Tile(factors[0] * factors[1], factors[0].double() * factors[1].double())
 
     def to(self, dtype: torch.dtype) -> Tile:
         return Tile(self.data.to(dtype))
@@ -51,10 +57,16 @@ class Tile:
 
 
 def _operator(name: str) -> Callable[[Tile, Any], Tile]:
-    return lambda a, b: Tile(getattr(a.data, name)(b.data if isinstance(b, Tile) else b))
+    def apply(a: Tile, b: Any) -> Tile:
+        other = b.data if isinstance(b, Tile) else b
+        if a.unrounded is not None and name in ("__add__", "__sub__"):
+            return Tile(getattr(a.unrounded, name)(other).to(a.data.dtype))
+        return Tile(getattr(a.data, name)(other))
+
+    return apply
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "lt", "eq"):
+for _name in ("add", "radd", "sub", "rsub", "truediv", "rtruediv", "lt", "eq"):
     setattr(Tile, f"__{_name}__", _operator(f"__{_name}__"))
 
 

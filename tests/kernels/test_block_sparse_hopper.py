@@ -107,12 +107,83 @@ def test_the_fixed_stabiliser_computes_only_flagged_programs_again():
     assert kernel.machine.specialised == programs + 2
 
 
+def changed_kernel(right: str, wrong: str, folder: Path) -> Path:
+    source = kernel_file().read_text(encoding="utf-8")
+    assert source.count(right) == 1
+    path = folder / "kernel.py"
+    path.write_text(source.replace(right, wrong), encoding="utf-8")
+    return path
+
+
 def test_a_flag_that_is_not_set_shows(tmp_path):
-    path = tmp_path / "kernel.py"
-    path.write_text(kernel_file().read_text(encoding="utf-8").replace("gl.max(b_bad, 0))", "gl.max(b_bad, 0) * 0)"))
+    path = changed_kernel("gl.max(b_bad, 0))", "gl.max(b_bad, 0) * 0)", tmp_path)
     inputs = testing.make_inputs(replace(BASE, gain=16.0), dtype=torch.bfloat16)
     out, _ = emulate(inputs, 128, Emulated(0, path), fixed_stabiliser=True)
     assert not out.isfinite().all()
+
+
+FORMS = {"bf16": (torch.bfloat16, False), "bf16-fixed": (torch.bfloat16, True), "fp16": (torch.float16, False)}
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+@forms
+@pytest.mark.parametrize("density", [0.5, 1.0])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_emulated_error_where_one_key_takes_all_of_the_weight(dim, density, form):
+    dtype, fixed = FORMS[form]
+    case = replace(BASE, len_q=512, len_k=700, dim=dim, density=density, gain=200.0)
+    inputs, kernel = testing.make_inputs(case, dtype=dtype), Emulated(0)
+    out, lse = emulate(inputs, 128, kernel, fixed_stabiliser=fixed)
+    exact, exact_lse = testing.exact_attention(inputs, block_size=128)
+    assert testing.error_ratio(out, exact) <= testing.one_key_bound(dtype)
+    assert (out == exact.to(dtype)).double().mean() > 0.99
+    assert ((lse - exact_lse).abs() <= exact_lse.abs() * 1e-6).all()
+    assert kernel.machine.specialised == 2 * 2 * 4  # every program ran twice
+
+
+def test_large_logits_without_a_flag_show(tmp_path):
+    path = changed_kernel("gl.constexpr(2.0**13)", "gl.constexpr(2.0**40)", tmp_path)
+    for dtype in (torch.bfloat16, torch.float16):
+        inputs = testing.make_inputs(replace(BASE, len_q=512, len_k=700, density=1.0, gain=200.0), dtype=dtype)
+        exact, _ = testing.exact_attention(inputs, block_size=128)
+        out, _ = emulate(inputs, 128, Emulated(0, path))
+        assert (out == exact.to(dtype)).double().mean() < 0.9
+        assert dtype is torch.float16 or testing.error_ratio(out, exact) > testing.one_key_bound(dtype)
+
+
+@forms
+@pytest.mark.parametrize(("largest", "flagged"), [(8191.0, 0), (8300.0, 1), (-8191.0, 0), (-8300.0, 1)])
+def test_one_key_gives_its_value_bit_for_bit_on_both_sides_of_the_limit(largest, flagged, form):
+    """`largest`: in base 2, of the first row; those below it go down by steps, so that roundings differ."""
+    dtype, fixed = FORMS[form]
+    length = 64
+    inputs = testing.make_inputs(
+        replace(BASE, heads=1, kv_heads=1, len_q=64, len_k=length, block_size=64), dtype=torch.float32
+    )
+    ln_2 = 0.6931471805599453
+    query, key = torch.zeros_like(inputs.query), torch.zeros_like(inputs.key)
+    query[..., 0] = 64.0
+    query[..., 1] = torch.arange(64) * 0.25
+    # The scale is 1/8: key 7 has the logit `largest`, less a step by row; all others are 2,000 below.
+    logit = largest * ln_2 * 8 / 64
+    key[..., 0], key[..., 1] = logit - 250.0, -1.0
+    key[:, :, 7, 0] = logit
+    inputs = replace(inputs, query=query, key=key).floats_to(dtype)
+    kernel = Emulated(0)
+    out, _ = emulate(inputs, 64, kernel, fixed_stabiliser=fixed)
+    assert torch.equal(out, inputs.value[:, :, 7:8].expand_as(out))
+    assert kernel.machine.specialised == 1 + flagged
+
+
+@forms
+def test_equal_keys_with_large_logits_share_the_weight_exactly(form):
+    dtype, fixed = FORMS[form]
+    inputs = testing.make_inputs(replace(BASE, density=1.0, gain=200.0), dtype=dtype)
+    key = inputs.key[:, :, :1].expand_as(inputs.key).contiguous()
+    inputs = replace(inputs, key=key)
+    out, _ = emulate(inputs, 128, Emulated(0), fixed_stabiliser=fixed)
+    mean = inputs.value.double().mean(2, keepdim=True).expand_as(out)
+    assert testing.error_ratio(out, mean) <= testing.one_key_bound(dtype)
 
 
 def test_the_fixed_stabiliser_needs_the_range_of_bf16():
@@ -200,10 +271,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_emulator_sees_mistakes(mistake, tmp_path):
     right, wrong = MISTAKES[mistake]
-    source = kernel_file().read_text(encoding="utf-8")
-    assert source.count(right) == 1
-    path = tmp_path / "kernel.py"
-    path.write_text(source.replace(right, wrong), encoding="utf-8")
+    path = changed_kernel(right, wrong, tmp_path)
     inputs = testing.make_inputs(replace(BASE, len_q=128, len_k=1000, density=1.0), dtype=torch.bfloat16)
 
     def try_seeds() -> None:
@@ -243,7 +311,7 @@ needs_compiler = pytest.mark.skipif(
 def test_compiles_without_spills_or_serialised_products(dim, block_size, form):
     dtype, fixed = form[:4], form.endswith("fixed")
     recorded = launches(dtype, dim, block_size, fixed_stabiliser=fixed)
-    assert len(recorded) == 1 + fixed
+    assert len(recorded) == 2
     for one in recorded:
         check_compiled(compile_launch(*one, 90), 1 if block_size == 64 else 2)
 
@@ -288,7 +356,7 @@ def test_writes_to_registers_of_products_under_way_are_found():
 def test_a_tile_that_is_too_large_is_seen_to_spill():
     from diffsieve.kernels.block_sparse.hopper_backend import HopperTile
 
-    (one,) = launches("bf16", 64, 256, tile=HopperTile(2, 256, 2))
+    one, _ = launches("bf16", 64, 256, tile=HopperTile(2, 256, 2))
     compiled = compile_launch(*one, 90)
     assert compiled.spills > 0
     assert compiled.serialised
@@ -300,7 +368,7 @@ def test_launches_of_all_lengths_share_one_kernel():
     found = run_script("launched_hopper.py")
     # A tile of 128 channels comes in two boxes of 64, the width of the swizzle.
     boxes = [[1, 1, 64, 64], [1, 1, 128, 64], [1, 1, 128, 64], [1, 1, 64, 64]]
-    assert found == {"boxes": boxes, "launches": 3, "kernels": 1, "warps": 12}
+    assert found == {"boxes": boxes, "launches": 6, "kernels": 2, "warps": 12}
 
 
 def test_tiles_and_rates_are_those_measured():
@@ -468,6 +536,22 @@ def test_large_activations_on_a_gpu(backend, dim, gain):
     with testing.poisoned_memory():
         out, lse = block_sparse_attention(*inputs.tensors(), block_size=128, return_lse=True, backend=backend)
     check(inputs, 128, out, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
+@pytest.mark.parametrize("density", [0.5, 1.0])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("backend", "dtype"), [("hopper", "bf16"), ("hopper", "fp16"), ("hopper-exact", "bf16")])
+def test_error_where_one_key_takes_all_of_the_weight_on_a_gpu(backend, dtype, dim, density):
+    case = replace(BASE, len_q=2000, len_k=2000, dim=dim, density=density, gain=200.0)
+    inputs = testing.make_inputs(case, dtype=DTYPES[dtype], device="cuda")
+    with testing.poisoned_memory():
+        out, again = (block_sparse_attention(*inputs.tensors(), block_size=128, backend=backend) for _ in range(2))
+    exact, _ = testing.exact_attention(inputs, block_size=128)
+    assert testing.error_ratio(out, exact) <= testing.one_key_bound(DTYPES[dtype])
+    assert (out == exact.to(out.dtype)).double().mean() > 0.99
+    assert torch.equal(out, again)
 
 
 @pytest.mark.gpu

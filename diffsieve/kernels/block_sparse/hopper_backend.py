@@ -103,7 +103,7 @@ def block_sparse_attention_hopper(
     Args:
         tile: in place of that of `select_hopper_tile`.
         fixed_stabiliser: subtract the row maxima of the first keys instead of those of all, which saves a third of the
-            instructions, and compute exactly afterwards what that did not suffice for; bf16 only.
+            instructions, and compute afterwards as usual what that did not suffice for; bf16 only.
     """
     if fixed_stabiliser and query.dtype != torch.bfloat16:
         raise UserInputError(f"query must be bfloat16 with fixed_stabiliser, got {dtype_name(query.dtype)}")
@@ -122,17 +122,15 @@ def block_sparse_attention_hopper(
     # With one consumer 128 registers per thread are the limit, so that two programs share a multiprocessor.
     options = {"maxnreg": 128} if tile.consumers == 1 else {}
     grid = (cdiv(len_q, tile.consumers * TILE_ROWS), heads, batch)
-    flags = None
-    if fixed_stabiliser:
-        flags = query.new_empty((batch, heads, grid[0], tile.consumers), dtype=torch.int32)
+    flags = query.new_empty((batch, heads, grid[0], tile.consumers), dtype=torch.int32)
     arguments = (
         _descriptor(query, TILE_ROWS), _descriptor(key, tile.block_n), _descriptor(value, tile.block_n),
         _descriptor(target, TILE_ROWS), lse, flags, block_index, block_count, scale * _LOG2_E,
         heads // kv_heads, len_q, len_k, block_index.shape[-1], 0 if shares_list else block_index.shape[-1],
     )  # fmt: skip
     with torch.cuda.device_of(query):
-        # The second launch of a fixed stabiliser ends at once in programs without a flag: the host waits for nothing.
-        for only_flagged in (False, True) if fixed_stabiliser else (False,):
+        # The second launch ends at once in programs without a flag: the host waits for nothing.
+        for only_flagged in (False, True):
             block_sparse_fwd_hopper_kernel[grid](
                 *arguments, BLOCK_SIZE=block_size, BLOCK_N=tile.block_n, HEAD_DIM=dim, STAGES=tile.num_stages,
                 CONSUMERS=tile.consumers, QUERY_IN_REGISTERS=tile.query_in_registers,

@@ -30,7 +30,25 @@ barrier's phase is the parity of that number:
 
 FIXED_STABILISER keeps the row maxima of the first step for good, in bf16 only: nothing is rescaled, the true maximum is
 no smaller, so no row sum falls below 1. Where later logits lie so far above that a sum leaves its range, the tile gets
-a flag, and a second launch with ONLY_FLAGGED computes the programs of such tiles exactly.
+a flag, and a second launch with ONLY_FLAGGED computes the programs of such tiles with the maximum of all keys.
+
+Large logits get the flag too. With s a product of a query and a key and c the scale in base 2, a weight is
+exp2(fma(s, c, -m)), m = round(max * c): one instruction, but m is rounded and the product is not. All weights of a row
+have the same factor 2^r for it, |r| <= ulp(m) / 2. It cancels out of the sum of weights times values over the sum of
+weights, as long as weights are not rounded; for the product with the values they are, to DTYPE, and the sum is not.
+Where one key takes all of the weight the result is then off by round(2^r) / 2^r - 1, about 0.002 in bf16 for m near
+10^5, which the weight 1 would not be. How large may m be?
+
+- Below |m| = 2^13, |r| <= 2^-12 and |2^r - 1| < 1.7e-4. That is less than half the spacing of bf16 (2^-9) and of
+  fp16 (2^-12) on either side of 1: the weight is rounded to 1. The quotient is the value times 1 -+ 1.7e-4, and since
+  a value is a number of DTYPE, rounding gives it back: no error. In other rows up to 1.7e-4, 1e-4 in the mean square,
+  joins the roundings of weights and output, which are larger.
+- Else the second launch takes exp2((s - max) * c), two instructions. The largest weight is exactly 1, of however many
+  keys; s - max is exact for s within a factor of 2 of max, so weights are as good as the products s themselves.
+
+FIXED_STABILISER without a flag has no largest weight of 1 in any case: that is 2^x, 0 <= x < 100. Rounding it costs a
+row of one key up to 2^-8 in bf16, and in the mean square over the fractions of x 0.0015 (with the output rounded after
+it), less than the 2^-9 (0.00195) for rounding in the bound of all checks (`testing.error_bound`).
 """
 
 # Gluon's own types stand in no signature: tensors, scalars and shared memory are told apart by name.
@@ -51,6 +69,7 @@ TILE_ROWS = 64
 _ROWS = gl.constexpr(TILE_ROWS)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _MAX_SUM = gl.constexpr(2.0**100)
+_MAX_EXPONENT = gl.constexpr(2.0**13)
 # Registers per thread of the roles, as multiples of 8: 2 x 240 + 24 fit in what three warpgroups get (504).
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _PRODUCER_REGISTERS = gl.constexpr(24)
@@ -104,12 +123,16 @@ def _consume(  # type: ignore[no-untyped-def]
     steps, first_keys, batch, head, batch_head, row, len_q, scale_log2,
     TILE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     QUERY_IN_REGISTERS: gl.constexpr, STORE_LSE: gl.constexpr, FIXED_STABILISER: gl.constexpr,
+    ONLY_FLAGGED: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 queries: the product with the next keys runs beside that with the values of the step before."""
     DTYPE: gl.constexpr = q_smem.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    # A weight is exp2((s * inner - max) * outer): the scale goes before the maximum is subtracted, or after.
+    inner = 1.0 if ONLY_FLAGGED else scale_log2
+    outer = scale_log2 if ONLY_FLAGGED else 1.0
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
 
@@ -133,8 +156,8 @@ def _consume(  # type: ignore[no-untyped-def]
         # At least one key of this step exists, so every row has a finite maximum from here on.
         o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
         b_s = gl.where((o_n < first_keys)[None, :], b_s, float("-inf"))
-        b_max = gl.max(b_s, 1) * scale_log2
-        b_p = gl.exp2(b_s * scale_log2 - b_max[:, None])
+        b_max = gl.max(b_s, 1) * inner
+        b_p = gl.exp2((b_s * inner - b_max[:, None]) * outer)
         # A thread holds columns 8 apart: sums over these stay inside it, the 8 that are left are added up at the end.
         b_part = gl.sum(b_p.reshape([_ROWS, BLOCK_N // 8, 8]), 1)
         PART_ROWS: gl.constexpr = gl.SliceLayout(1, b_part.type.layout)
@@ -153,10 +176,10 @@ def _consume(  # type: ignore[no-untyped-def]
             mbarrier.arrive(k_empty.index(slot), count=1)
             b_new = b_max
             if not FIXED_STABILISER:
-                b_new = gl.maximum(b_max, gl.max(b_s, 1) * scale_log2)
-                b_alpha = gl.exp2(b_max - b_new)
+                b_new = gl.maximum(b_max, gl.max(b_s, 1) * inner)
+                b_alpha = gl.exp2((b_max - b_new) * outer)
                 b_part = b_part * gl.convert_layout(b_alpha, PART_ROWS)[:, None]
-            b_p = gl.exp2(b_s * scale_log2 - b_new[:, None])
+            b_p = gl.exp2((b_s * inner - b_new[:, None]) * outer)
             b_part += gl.sum(b_p.reshape([_ROWS, BLOCK_N // 8, 8]), 1)
             b_max = b_new
             b_acc = warpgroup_mma_wait(0, deps=[b_acc])
@@ -171,11 +194,14 @@ def _consume(  # type: ignore[no-untyped-def]
         b_acc = warpgroup_mma_wait(0, deps=[b_acc])
         b_sum = gl.convert_layout(gl.sum(b_part, 1), S_ROWS)
 
-    if FIXED_STABILISER:
-        # Sums below 2^100 leave room for their reciprocals and for products with values. NaN fails both comparisons.
-        b_bad = gl.where(b_sum < _MAX_SUM, 0, 1)
-        b_bad_acc = gl.max(gl.where(gl.abs(b_acc) < float("inf"), 0, 1), 1)
-        b_bad = gl.maximum(b_bad, gl.convert_layout(b_bad_acc, S_ROWS))
+    if not ONLY_FLAGGED:
+        # NaN fails all comparisons. Rows without any kept block have the sum 0, and no maximum.
+        b_bad = gl.where(b_sum == 0.0, 0, gl.where(gl.abs(b_max) < _MAX_EXPONENT, 0, 1))
+        if FIXED_STABILISER:
+            # Sums below 2^100 leave room for their reciprocals and for products with values.
+            b_bad = gl.maximum(b_bad, gl.where(b_sum < _MAX_SUM, 0, 1))
+            b_bad_acc = gl.max(gl.where(gl.abs(b_acc) < float("inf"), 0, 1), 1)
+            b_bad = gl.maximum(b_bad, gl.convert_layout(b_bad_acc, S_ROWS))
         gl.store(flags + TILE, gl.max(b_bad, 0))
     # A row without any kept block has sum 0: output 0, log-sum-exp -inf.
     b_scale = 1.0 / gl.where(b_sum == 0.0, 1.0, b_sum)
@@ -187,7 +213,7 @@ def _consume(  # type: ignore[no-untyped-def]
     tma.async_copy_shared_to_global(out, [batch, head, row + TILE * _ROWS, 0], q_smem.index(TILE))
     if STORE_LSE:
         o_m = row + TILE * _ROWS + gl.arange(0, _ROWS, S_ROWS)
-        b_lse = gl.where(b_sum == 0.0, float("-inf"), (b_max + gl.log2(b_sum)) * _LN_2)
+        b_lse = gl.where(b_sum == 0.0, float("-inf"), (b_max * outer + gl.log2(b_sum)) * _LN_2)
         gl.store(lse + batch_head * len_q + o_m, b_lse, mask=o_m < len_q)
     tma.store_wait(0)
 
@@ -210,9 +236,8 @@ def block_sparse_fwd_hopper_kernel(  # type: ignore[no-untyped-def]
     batch = gl.program_id(2)
     kv_head = head // heads_per_kv
     batch_head = batch.to(gl.int64) * gl.num_programs(1) + head
-    if FIXED_STABILISER or ONLY_FLAGGED:  # one flag for each tile
-        flags += (batch_head * gl.num_programs(0) + gl.program_id(0)) * CONSUMERS
-    if ONLY_FLAGGED:
+    flags += (batch_head * gl.num_programs(0) + gl.program_id(0)) * CONSUMERS
+    if ONLY_FLAGGED:  # one flag for each tile
         flagged = gl.load(flags)
         if CONSUMERS == 2:
             flagged += gl.load(flags + 1)
@@ -257,12 +282,12 @@ def block_sparse_fwd_hopper_kernel(  # type: ignore[no-untyped-def]
                 (_consume, (
                     out, lse, flags, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
                     steps, first_keys, batch, head, batch_head, row, len_q, scale_log2,
-                    0, HEAD_DIM, BLOCK_N, STAGES, QUERY_IN_REGISTERS, STORE_LSE, FIXED_STABILISER,
+                    0, HEAD_DIM, BLOCK_N, STAGES, QUERY_IN_REGISTERS, STORE_LSE, FIXED_STABILISER, ONLY_FLAGGED,
                 )),
                 (_consume, (
                     out, lse, flags, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
                     steps, first_keys, batch, head, batch_head, row, len_q, scale_log2,
-                    1, HEAD_DIM, BLOCK_N, STAGES, QUERY_IN_REGISTERS, STORE_LSE, FIXED_STABILISER,
+                    1, HEAD_DIM, BLOCK_N, STAGES, QUERY_IN_REGISTERS, STORE_LSE, FIXED_STABILISER, ONLY_FLAGGED,
                 )),
                 (_produce, (
                     query, key, value, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
@@ -279,7 +304,7 @@ def block_sparse_fwd_hopper_kernel(  # type: ignore[no-untyped-def]
                 (_consume, (
                     out, lse, flags, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
                     steps, first_keys, batch, head, batch_head, row, len_q, scale_log2,
-                    0, HEAD_DIM, BLOCK_N, STAGES, QUERY_IN_REGISTERS, STORE_LSE, FIXED_STABILISER,
+                    0, HEAD_DIM, BLOCK_N, STAGES, QUERY_IN_REGISTERS, STORE_LSE, FIXED_STABILISER, ONLY_FLAGGED,
                 )),
                 (_produce, (
                     query, key, value, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty,
