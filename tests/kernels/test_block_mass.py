@@ -14,8 +14,11 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 from tests.kernels.block_mass_cases import SCALE, checks, error, in_fp64, inputs, launches
 from tests.kernels.compiling import SHARED_MEMORY, compile_launch
 
-# Logits reach 40 here: rounded to 24 bits they are up to 2^-19 off, and so are the weights, which is a share of them.
+# Logits reach 40 here: rounded to 24 bits they are up to 2^-19 off, which is a share of the weights.
 TOLERANCE = 2**-18
+# Tensor cores cut off instead of rounding, after every 16 of the 64 terms: of the 133 that the scale makes 40 up to 2^-16
+# each time, in all 2^-15.7 of the logit.
+TOLERANCE_GPU = 2**-15
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +34,13 @@ def test_interpreted(interpreted, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", checks())
 def test_on_a_gpu(name):
-    assert checks()[name]("cuda") <= TOLERANCE
+    assert checks()[name]("cuda") <= TOLERANCE_GPU
 
 
 @pytest.mark.gpu
 def test_as_in_the_study():
-    """The size of mini-wan's large clips, and as close as PyTorch's own form."""
-    assert error("cuda", (1, 6, 6, 17_600, 64), 128) <= TOLERANCE
+    """Two heads of mini-wan's large clips; in fp64 all six would take 60 GB."""
+    assert error("cuda", (1, 2, 2, 17_600, 64), 128) <= TOLERANCE_GPU
 
 
 def test_the_form_of_pytorch_holds_the_same_bound():
