@@ -1,8 +1,9 @@
-"""What all tests share: the GPU marker, one fixed generator, one thread per process, a closing list of skips."""
+"""What all tests share: the GPU marker, a fixed generator, a place without weights, a closing list of skips."""
 
 import re
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +43,16 @@ def generator():
     import torch
 
     return torch.Generator("cpu").manual_seed(SEED)
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Hide the weights of metrics that a user has in caches; returns the folder, not made, that stands in for both."""
+    return hide_weights(monkeypatch, tmp_path / "caches")
+
+
+def hide_weights(patch: pytest.MonkeyPatch, home: Path) -> Path:
+    """What `no_weights` does, for a fixture of a wider scope."""
+    patch.setenv("XDG_CACHE_HOME", str(home))
+    patch.setenv("TORCH_HOME", str(home / "torch"))
+    return home

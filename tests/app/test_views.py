@@ -17,6 +17,7 @@ from diffsieve.app.store import EXAMPLES, Store
 from diffsieve.app.streaming import Done, Step, stream
 from diffsieve.compare import CompareConfig, Progress
 from tests.app.conftest import make_handlers, small
+from tests.conftest import hide_weights
 
 EVIL = "<img src=x onerror=alert(1)>\"' & a cat"
 
@@ -26,8 +27,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("views")
     handlers = make_handlers(folder / "store")
     with pytest.MonkeyPatch.context() as patch:  # a user's weights of LPIPS are not there
-        patch.setenv("XDG_CACHE_HOME", str(folder / "caches"))
-        patch.setenv("TORCH_HOME", str(folder / "caches"))
+        hide_weights(patch, folder / "caches")
         yield handlers.compare(small(prompt=EVIL, negative_prompt="<b>"), owner="me", tell=lambda share, text: None)
     handlers.store.close()
 

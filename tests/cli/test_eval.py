@@ -7,11 +7,7 @@ import pytest
 
 from diffsieve.cli import main
 
-
-@pytest.fixture(autouse=True)
-def no_weights(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "caches"))
+pytestmark = pytest.mark.usefixtures("no_weights")
 
 
 @pytest.fixture

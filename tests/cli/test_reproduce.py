@@ -42,7 +42,7 @@ def substituted(words: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_commands_lead_from_prompts_to_tables(tmp_path, monkeypatch, capsys):
+def test_the_commands_lead_from_prompts_to_tables(tmp_path, monkeypatch, no_weights, capsys):
     package = tmp_path / "site" / "vbench"
     shutil.copytree(ROOT / "tests" / "vbench" / "stand_in" / "vbench", package)
     entries = [{"prompt_en": p, "dimension": ["aesthetic_quality", "imaging_quality"]} for p in PROMPTS]
@@ -51,8 +51,6 @@ def test_the_commands_lead_from_prompts_to_tables(tmp_path, monkeypatch, capsys)
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vbench\nVersion: 0.1.5\n")
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "caches"))
     monkeypatch.chdir(tmp_path)
 
     commands = documented()

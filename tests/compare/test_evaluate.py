@@ -24,10 +24,7 @@ NAMES = ("clip_9.npz", "clip_10.npz")
 NOISE = {"dense": 0.0, "half": 0.05, "quarter": 0.1, "other-kernel": 0.02}
 
 
-@pytest.fixture(autouse=True)
-def no_weights(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "caches"))
+pytestmark = pytest.mark.usefixtures("no_weights")
 
 
 def frames_of(folder: str, number: int) -> torch.Tensor:

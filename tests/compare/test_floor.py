@@ -14,11 +14,7 @@ from tests.compare.conftest import SMALL
 from tests.tiny import generate as run_tiny
 from tests.tiny import wan_pipeline
 
-
-@pytest.fixture(autouse=True)
-def no_weights(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "caches"))
+pytestmark = pytest.mark.usefixtures("no_weights")
 
 
 def test_the_other_kernel_is_another_one_and_goes_again(pipe):

@@ -1,18 +1,7 @@
-"""A place without weights, whatever the machine holds, and clips that are cheap to make."""
-
-from pathlib import Path
+"""Clips that are cheap to make."""
 
 import pytest
 import torch
-
-
-@pytest.fixture
-def no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Point both weight caches at empty folders; returns the parent of `diffsieve` and `torch`."""
-    home = tmp_path / "caches"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    monkeypatch.setenv("TORCH_HOME", str(home / "torch"))
-    return home
 
 
 @pytest.fixture

@@ -29,9 +29,8 @@ def pipe() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def no_weights(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "caches"))
+def every_test_without_weights(no_weights):
+    """A user's weights would add a metric."""
 
 
 @pytest.fixture

@@ -30,15 +30,13 @@ def full_info(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def stand_in(monkeypatch, tmp_path):
-    """Other interpreters find the stand-in; its metadata gives it a version."""
+def stand_in(monkeypatch, tmp_path, no_weights):
+    """Other interpreters find the stand-in; its metadata gives it a version. Weights are hidden."""
     place = Path(__file__).parent / "stand_in"
     info = tmp_path / "site" / "vbench-0.1.5.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vbench\nVersion: 0.1.5\n")
     monkeypatch.setenv("PYTHONPATH", f"{place}:{info.parent}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "caches"))
 
 
 @pytest.fixture
