@@ -155,3 +155,47 @@ def launches(dtype: torch.dtype, dim: int, block_size: int, levels: int, disjoin
         )  # fmt: skip
 
     return launches_of(triton_backend, run)
+
+
+def repeated_equals_whole(device: str, length: int = 1030) -> dict[str, bool]:
+    """Whether calls repeated by their launches give the bits of whole ones: output, log-sum-exp and gradients.
+
+    Each kind of inputs comes three times with other values; the last time nothing is remembered of the others.
+    """
+    from diffsieve.kernels import replay
+
+    generator = torch.Generator(device).manual_seed(testing.SEED)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).bfloat16()
+
+    def aligned() -> tuple[torch.Tensor, ...]:
+        return random(2, 4, length, 64), random(2, 2, length, 64), random(2, 2, length, 64)
+
+    def misaligned() -> tuple[torch.Tensor, ...]:
+        return tuple(random(x.numel() + 1)[1:].view(x.shape) for x in aligned())
+
+    def fused() -> tuple[torch.Tensor, ...]:
+        return random(2, length, 8, 64).transpose(1, 2).split((4, 2, 2), 1)
+
+    def solve(inputs: tuple[torch.Tensor, ...], weight: torch.Tensor, options: dict[str, Any]) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, lse = llsa_attention(*leaves, **options, levels=2, return_lse=True, backend="triton")
+        return [out, lse, *torch.autograd.grad(((out * weight).sum(), (lse * weight[..., 0]).sum()), leaves)]
+
+    same = {}
+    for make, disjoint in ((aligned, False), (aligned, True), (misaligned, False), (fused, False)):
+        replay._CALLS.clear()
+        runs = [(make(), random(2, 4, length, 64), {"disjoint": disjoint}) for _ in range(3)]
+        with testing.poisoned_memory():
+            remembered = [solve(*run) for run in runs]
+            n_calls = sum(call is not None for call in replay._CALLS.values())
+            whole = []
+            for run in runs:
+                replay._CALLS.clear()
+                whole.append(solve(*run))
+        equal = all(
+            torch.equal(a, b) for one, two in zip(remembered, whole, strict=True) for a, b in zip(one, two, strict=True)
+        )
+        same[f"{make.__name__}, disjoint {disjoint}"] = equal and n_calls == 3
+    return same

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 COUNTS = {
     "block-sparse triton": (1, 5),
     "block-sparse hopper": (2, 7),
-    "llsa forward": (4, 27),
-    "llsa forward and backward": (12, 93),
+    "llsa forward": (4, 15),
+    "llsa forward and backward": (12, 26),
 }
 
 

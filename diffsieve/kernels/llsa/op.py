@@ -177,26 +177,6 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[None]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _pool(tensors: Sequence[Tensor], block_size: int, levels: int, backend: str) -> list[list[Tensor]]:
-    if backend == "triton":
-        from .triton_backend import pyramids_triton
-
-        return pyramids_triton(tensors, block_size=block_size, levels=levels)
-    return [pyramid(x, block_size=block_size, levels=levels) for x in tensors]
-
-
-def _pyramids(
-    key: Tensor, value: Tensor, pooled: Sequence[Tensor], block_size: int, levels: int, enrich: bool, backend: str
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values of all levels: those that came with the lists, or made here where they are needed."""
-    if pooled:
-        return [key, *pooled[:levels]], [value, *pooled[levels:]]
-    if not enrich:
-        return [key], [value]
-    keys, values = _pool((key, value), block_size, levels, backend)
-    return keys, values
-
-
 @custom_op("diffsieve::llsa_select")
 def _select_op(
     query: Tensor, key: Tensor, value: Tensor | None, block_size: int, topk: Sequence[int], backend: str
@@ -205,20 +185,18 @@ def _select_op(
     name = choose_backend(query, block_size=block_size, backend=backend).name
     kept = kept_per_level(topk, level_lengths(query.shape[2], block_size, len(topk)), block_size)
     with _no_autocast(query):
-        wanted = (query, key) if value is None or not _keeps_pooled(name) else (query, key, value)
-        q_pyramid, *others = _pool(wanted, block_size, len(kept), name)
         if name == "triton":
-            from .triton_backend import hierarchical_topk_triton
+            from .triton_calls import select
 
-            chosen = hierarchical_topk_triton(q_pyramid, others[0], topk=kept, block_size=block_size)
-            return chosen + [x for levels in others for x in levels[1:]] if len(others) == 2 else chosen
+            return select(query, key, value, block_size, kept)
+        q_pyramid, k_pyramid = (pyramid(x, block_size=block_size, levels=len(kept)) for x in (query, key))
         if name == "torch":
             from .torch_backend import hierarchical_topk_torch
 
-            return hierarchical_topk_torch(q_pyramid, others[0], topk=kept, block_size=block_size)
+            return hierarchical_topk_torch(q_pyramid, k_pyramid, topk=kept, block_size=block_size)
         from .reference import hierarchical_topk_reference
 
-        return hierarchical_topk_reference(q_pyramid, others[0], topk=kept, block_size=block_size)
+        return hierarchical_topk_reference(q_pyramid, k_pyramid, topk=kept, block_size=block_size)
 
 
 def _keeps_pooled(backend: str) -> bool:
@@ -260,11 +238,10 @@ def _attention_op(
     options: dict[str, Any] = {"block_size": block_size, "scale": scale, "enrich": enrich, "disjoint": disjoint}
     with _no_autocast(query):
         if name == "triton":
-            from .triton_backend import enriched_attention_fwd_triton
+            from .triton_calls import attend
 
-            keys, values = _pyramids(key, value, pooled, block_size, len(indices), enrich, name)
-            return enriched_attention_fwd_triton(query, keys, values, indices, **options)
-        keys, values = _pool((key, value), block_size, len(indices), name)
+            return attend(query, key, value, indices, pooled, **options)
+        keys, values = (pyramid(x, block_size=block_size, levels=len(indices)) for x in (key, value))
         if name == "torch":
             from .torch_backend import enriched_attention_torch
 
@@ -315,15 +292,13 @@ def _attention_backward_op(
     options: dict[str, Any] = {"block_size": block_size, "scale": scale, "enrich": enrich, "disjoint": disjoint}
     with _no_autocast(query):
         if name == "triton":
-            from .triton_backend import enriched_attention_bwd_triton
+            from .triton_calls import differentiate
 
-            keys, values = _pyramids(key, value, pooled, block_size, len(indices), enrich, name)
-            saved = (query, keys, values, out, lse)
-            dq, dk, dv = enriched_attention_bwd_triton(
-                grad_out, grad_lse, *saved, indices, **options, nested=nested, merge=True
-            )  # fmt: skip
-            return _like(dq, query), _like(dk[0], key), _like(dv[0], value)
-        keys, values = _pool((key, value), block_size, len(indices), name)
+            dq, dk, dv = differentiate(
+                grad_out, grad_lse, query, key, value, out, lse, indices, pooled, **options, nested=nested
+            )
+            return _like(dq, query), _like(dk, key), _like(dv, value)
+        keys, values = (pyramid(x, block_size=block_size, levels=len(indices)) for x in (key, value))
         saved = (query, keys, values, out, lse)
         if name == "torch":
             from .torch_backend import enriched_attention_backward_torch

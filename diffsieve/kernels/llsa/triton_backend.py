@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..replay import launch
 from ..sizes import cdiv, next_power_of_2
 from .backward_kernels import enriched_bwd_dkdv_kernel, enriched_bwd_dq_kernel, enriched_bwd_reduce_kernel
 from .forward_kernels import enriched_fwd_kernel
@@ -62,7 +63,8 @@ def pyramids_triton(
                 tuple(result[n] for result in results) for n in (level, level + 1, level + 2 if two else level + 1)
             )
             grid = (cdiv(lengths[level], block_size**2), batch * max(heads), len(tensors))
-            pyramid_fwd_kernel[grid](
+            launch(
+                pyramid_fwd_kernel, grid,
                 sources, firsts, seconds, tuple(stride for x in sources for stride in x.stride()), heads,
                 tuple(batch * h for h in heads), length,
                 BLOCK=block_size, SPAN=block_size**level, PARENTS=tile.parents, TWO_LEVELS=two,
@@ -106,7 +108,8 @@ def hierarchical_topk_triton(
         )
         block_n = min(chosen_tile.block_n, max(16, next_power_of_2(candidates)))
         with torch.cuda.device_of(query):
-            topk_fwd_kernel[cdiv(n_tokens, step), batch * heads](
+            launch(
+                topk_fwd_kernel, (cdiv(n_tokens, step), batch * heads),
                 query, key, index if coarsest else chosen[0], index, heads, heads // key.shape[1], n_tokens, kept,
                 0 if coarsest else chosen[0].shape[3],
                 BLOCK=block_size, ROWS=16, ROW_STEP=step, BLOCK_N=block_n, KP=padded_kept, COARSEST=coarsest,
@@ -141,7 +144,8 @@ def enriched_attention_fwd_triton(
     out = torch.empty_like(query)
     lse = query.new_empty((batch, heads, length), dtype=torch.float32)
     with torch.cuda.device_of(query):
-        enriched_fwd_kernel[cdiv(length, tile.rows), batch * heads](
+        launch(
+            enriched_fwd_kernel, (cdiv(length, tile.rows), batch * heads),
             query, key, value, out, lse, *_levels(query, k_pyramid, v_pyramid, indices, enrich),
             _shortfalls(length, block_size, len(indices), scale * _LOG2_E), scale * _LOG2_E,
             *query.stride(), *key.stride(), *value.stride(), *out.stride(),
@@ -210,7 +214,8 @@ def enriched_attention_bwd_triton(
         "BLOCK": block_size, "HEAD_DIM": dim, "BLOCK_D": padded, "PRECISION": _precision(query.dtype),
     }  # fmt: skip
     with torch.cuda.device_of(query):
-        enriched_bwd_dq_kernel[cdiv(length, query_tile.rows), batch * heads](
+        launch(
+            enriched_bwd_dq_kernel, (cdiv(length, query_tile.rows), batch * heads),
             query, key, value, out, grad_out, lse, lse if grad_lse is None else grad_lse.contiguous(),
             grad_query, delta,
             coarse_keys, coarse_values, lists, widths, scale, scale * _LOG2_E,
@@ -228,6 +233,9 @@ def enriched_attention_bwd_triton(
         key_grads: list[Tensor] = []
         value_grads: list[Tensor] = []
         transposed = _transposed(lists, kv_heads, block_size, nested)
+        # One level after the other writes its parts there and reads them.
+        n_slots = max(by_key.n_slots for by_key in (transposed if enrich else transposed[:1]))
+        parts = [query.new_empty((batch, kv_heads, n_slots, block_size, dim), dtype=torch.float32) for _ in range(2)]
         for level in range(levels if enrich else 0, -1, -1):
             k_level = coarse_keys[level - 1] if level else key
             v_level = coarse_values[level - 1] if level else value
@@ -243,7 +251,8 @@ def enriched_attention_bwd_triton(
                 cap = _rows_per_split(length, tiles_of_keys * batch * heads)
                 splits = cdiv(length, cap) * (heads // kv_heads)
                 above = [k_level.new_empty((splits, *k_level.shape), dtype=torch.float32) for _ in range(2)]
-                enriched_bwd_dkdv_kernel[tiles_of_keys, batch * kv_heads, splits](
+                launch(
+                    enriched_bwd_dkdv_kernel, (tiles_of_keys, batch * kv_heads, splits),
                     query, k_level, v_level, grad_out, lse, delta, *above, *above, *above,
                     own, own, own, own, own, own, own, own.shape[3], scale, scale * _LOG2_E, *strides,
                     heads, heads // kv_heads, length, 0, 1, cap, splits,
@@ -256,13 +265,10 @@ def enriched_attention_bwd_triton(
             by_key = transposed[level]
             merged = merge and enrich
             grads = [torch.empty_like(x, dtype=torch.float32 if level else query.dtype) for x in (k_level, v_level)]
-            parts = [
-                query.new_empty((batch, kv_heads, by_key.n_slots, block_size, dim), dtype=torch.float32)
-                for _ in range(2)
-            ]
             places = by_key.counts, by_key.slot_firsts, by_key.slot_blocks, by_key.used
             n_blocks = by_key.counts.shape[2]
-            enriched_bwd_dkdv_kernel[by_key.n_slots + n_blocks, batch * kv_heads](
+            launch(
+                enriched_bwd_dkdv_kernel, (by_key.n_slots + n_blocks, batch * kv_heads),
                 query, k_level, v_level, grad_out, lse, delta, *grads, *parts, *above,
                 by_key.begins, by_key.counts, by_key.queries, by_key.slot_firsts, by_key.slot_blocks, by_key.used,
                 own, own.shape[3], scale, scale * _LOG2_E, *strides, heads, heads // kv_heads, length,
@@ -270,7 +276,8 @@ def enriched_attention_bwd_triton(
                 DENSE=False, MERGE=merged, GROUPED=heads != kv_heads, KEYS=max(16, block_size), KEY_STEP=block_size,
                 **options,
             )  # fmt: skip
-            enriched_bwd_reduce_kernel[by_key.n_slots, batch * kv_heads](
+            launch(
+                enriched_bwd_reduce_kernel, (by_key.n_slots, batch * kv_heads),
                 *grads, *parts, *above, *places, *k_level.stride(), *v_level.stride(),
                 kv_heads, length, by_key.n_slots, by_key.cap, splits,
                 BLOCK=block_size, SPAN=block_size**level, MERGE=merged, HEAD_DIM=dim, BLOCK_D=padded, num_warps=4,
@@ -317,7 +324,8 @@ def _transposed(lists: Sequence[Tensor], kv_heads: int, block_size: int, nested:
         own = _ByKey(begins, counts, queries, cap, n_slots, slot_firsts, slot_blocks, used[level])
         coarsest = not result
         parent = own if coarsest else result[0]
-        transpose_nested_kernel[cdiv(n_tokens, block_size), batch * kv_heads](
+        launch(
+            transpose_nested_kernel, (cdiv(n_tokens, block_size), batch * kv_heads),
             index, parent.begins, parent.counts, parent.queries,
             begins, counts, queries, slot_firsts, slot_blocks, own.used,
             n_tokens, width, group, parent.queries.shape[2], entries, n_slots, cap,
@@ -358,7 +366,8 @@ def _levels(
         # Never read, but a kernel wants as many pointers as there are levels.
         return (query,) * len(lists), (query,) * len(lists), lists, widths
     keys, values = (
-        tuple(_coarse(x.to(query.dtype)) for x in pyramid[1 : len(lists) + 1]) for pyramid in (k_pyramid, v_pyramid)
+        tuple(_coarse(x if x.dtype == query.dtype else x.to(query.dtype)) for x in pyramid[1 : len(lists) + 1])
+        for pyramid in (k_pyramid, v_pyramid)
     )
     return keys, values, lists, widths
 
