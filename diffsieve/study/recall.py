@@ -121,14 +121,14 @@ def study_recall(
     ticker = Ticker(len(own - finished), progress)
     with line_writer(config.out / f"{RECALL}-{shard.index}.jsonl") as lines:
         for group in mine:
-            calibrated: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+            calibration = _Calibration(group.calibrating, device)
             for path in group.later:
                 name = path.relative_to(config.captures).as_posix()
                 if name in finished or deadline.passed:
                     continue
                 deadline.begin()
                 captured = read_captured(path, device)
-                lines.append({"file": name} | captured.facts | _measure(captured, config, pairs, group, calibrated))
+                lines.append({"file": name} | captured.facts | _measure(captured, config, pairs, calibration))
                 deadline.end()
                 ticker.tick(name)
     missing = wanted - _finished(config.out)
@@ -179,8 +179,7 @@ def _measure(
     captured: Captured,
     config: RecallConfig,
     pairs: Sequence[tuple[str, float]],
-    group: _Group,
-    calibrated: dict[Any, tuple[torch.Tensor, torch.Tensor]],
+    calibration: _Calibration,
 ) -> dict[str, Any]:
     query, key, value = captured.query, captured.key, captured.value
     dense = F.scaled_dot_product_attention(
@@ -212,13 +211,10 @@ def _measure(
         selection["scale"] = captured.scale
         orders: Any = attention.order
         if attention.calibrates:
-            if not group.calibrating:
+            if not calibration.possible:
                 row["skipped"] = "the step in which BA-Att calibrates was not captured"
                 continue
-            cached = tuple(sorted((k, v) for k, v in selection.items() if k not in ("text_prefix", "text_suffix")))
-            if cached not in calibrated:
-                calibrated[cached] = _calibrate(group.calibrating, selection, query.device)
-            orders, predicted = calibrated[cached]
+            orders, predicted = calibration.of(selection)
             row["orders"] = [CANDIDATE_ORDERS[i] for i in orders.tolist()]
             row["predicted"] = _numbers(predicted)
         custom = None if variant.custom is None else variant.custom(captured.number)
@@ -279,17 +275,31 @@ class _Masses:
         return torch.stack(heads, dim=1)
 
 
-def _calibrate(
-    paths: Sequence[Path], selection: dict[str, Any], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the orders of the heads and their recall, as BA-Att finds them in the last dense step."""
-    found = []
-    for path in paths:
-        captured = read_captured(path, device)
-        found.append(calibrate_orders(captured.query, captured.key, grid_thw=captured.grid_thw, **selection))
-    recall = torch.stack(found).mean(0)
-    orders = choose_orders(recall)
-    return orders, recall.gather(-1, orders[:, None])[:, 0]
+class _Calibration:
+    """Orders of the heads of one layer in one clip and their recall, as BA-Att finds them in the last dense step."""
+
+    def __init__(self, paths: Sequence[Path], device: torch.device) -> None:
+        self._paths, self._device = paths, device
+        self._captured: list[Captured] | None = None
+        self._found: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def possible(self) -> bool:
+        """Whether that step was captured."""
+        return bool(self._paths)
+
+    def of(self, selection: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return orders (H,) and recall (H,) for arguments of `calibrate_orders`, each computed once."""
+        place = tuple(sorted((k, v) for k, v in selection.items() if k not in ("text_prefix", "text_suffix")))
+        if place not in self._found:
+            if self._captured is None:  # once for all variants and steps
+                self._captured = [read_captured(path, self._device) for path in self._paths]
+            recall = torch.stack(
+                [calibrate_orders(x.query, x.key, grid_thw=x.grid_thw, **selection) for x in self._captured]
+            ).mean(0)
+            orders = choose_orders(recall)
+            self._found[place] = orders, recall.gather(-1, orders[:, None])[:, 0]
+        return self._found[place]
 
 
 def _bounds(captured: Captured, block_size: int) -> dict[str, Any]:
