@@ -16,8 +16,8 @@ from tests.kernels.compiling import SHARED_MEMORY, compile_launch
 
 # Logits reach 40 here: rounded to 24 bits they are up to 2^-19 off, which is a share of the weights.
 TOLERANCE = 2**-18
-# Tensor cores cut off instead of rounding, after every 16 of the 64 terms: of the 133 that the scale makes 40 up to 2^-16
-# each time, in all 2^-15.7 of the logit.
+# Tensor cores cut off instead of rounding, after every 16 of the 64 terms: of the 133 that the scale makes 40 up to
+# 2^-16 each time, in all 2^-15.7 of the logit.
 TOLERANCE_GPU = 2**-15
 
 
