@@ -113,10 +113,12 @@ class Gate:
 
     Args:
         app: the ASGI application behind.
+        local: refuse requests that name another host than this machine's own: a foreign page whose name was made to
+            point at this machine would send those, and its browser would let it read the answers.
     """
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app = app
+    def __init__(self, app: Callable[..., Awaitable[None]], local: bool = False) -> None:
+        self._app, self._local = app, local
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -126,8 +128,12 @@ class Gate:
             await _refuse(send, 403, b"not offered by this server")
             return
         headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._local and not is_local(re.sub(r":\d*$", "", host).strip("[]")):
+            await _refuse(send, 403, b"without a password this server answers to localhost and 127.0.0.1 alone")
+            return
         length = headers.get(b"content-length", b"0")
-        if (not length.isdigit() or int(length) > MAX_BODY) or b"chunked" in headers.get(b"transfer-encoding", b""):
+        if (not length.isdigit() or int(length) > MAX_BODY) or headers.get(b"transfer-encoding"):
             await _refuse(send, 413, b"the request is too large")
             return
 
@@ -219,7 +225,11 @@ def serve(config: ServerConfig, *, shelf: Shelf | None = None, examples: Path | 
                 pwa=False,
                 mcp_server=False,
                 # A class with its arguments, which is all that the middleware list needs.
-                app_kwargs={"middleware": [(Gate, (), {})], "docs_url": None, "redoc_url": None},
+                app_kwargs={
+                    "middleware": [(Gate, (), {"local": account is None})],
+                    "docs_url": None,
+                    "redoc_url": None,
+                },
                 theme=theme(),
                 css=css(),
                 head=head(),

@@ -93,7 +93,7 @@ def test_nothing_can_be_uploaded(server):
     assert not list(server.handlers.store.served.rglob("x.py"))
 
 
-@pytest.mark.parametrize("headers", [{}, {"Transfer-Encoding": "chunked"}])
+@pytest.mark.parametrize("headers", [{}, {"Transfer-Encoding": "chunked"}, {"Transfer-Encoding": "Chunked"}])
 def test_a_large_request_is_refused(server, headers):
     body = b"[" + b"1," * module.MAX_BODY + b"1]"
     data = iter([body]) if headers else body
@@ -103,6 +103,14 @@ def test_a_large_request_is_refused(server, headers):
         status = 413
     assert status == 413
     assert answer(server, "/")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:7", 200), ("127.0.0.1", 200), ("[::1]:7", 200), ("a.example:7", 403), ("127.0.0.1.a.example", 403)],
+)
+def test_a_foreign_name_for_this_machine_is_refused(server, host, status):
+    assert answer(server, "/", headers={"Host": host})[0] == status
 
 
 def call(server, name, data):
@@ -205,7 +213,8 @@ def test_with_a_password_nothing_is_told_to_strangers(tmp_path, monkeypatch):
         right = answer(running, "/login", data=b"username=me&password=long+enough")
         assert right[0] == 200
         cookie = right[1]["set-cookie"].split(";")[0]
-        assert answer(running, "/config", headers={"Cookie": cookie})[0] == 200
+        # A proxy in front may give the server any name.
+        assert answer(running, "/config", headers={"Cookie": cookie, "Host": "a.example"})[0] == 200
 
 
 def test_a_taken_port_is_one_clear_error(server, tmp_path):
