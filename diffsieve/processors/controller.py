@@ -262,7 +262,9 @@ def _crossover(config: BAAttConfig, device: torch.device) -> Crossover:
     if config.min_tokens != "auto":
         return Crossover(config.min_tokens)
     on_nvidia = device.type == "cuda" and torch.version.hip is None
-    return crossover(device.type, torch.cuda.get_device_capability(device) if on_nvidia else None)
+    if not on_nvidia:
+        return crossover(device.type)
+    return crossover(device.type, torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
 
 
 def _num_blocks(video_tokens: int, text_tokens: int, block_size: int) -> int:

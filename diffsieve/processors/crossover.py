@@ -16,19 +16,20 @@ class Crossover:
     estimate: bool = False
 
 
-def crossover(device_type: str, capability: tuple[int, int] | None = None) -> Crossover:
+def crossover(device_type: str, capability: tuple[int, int] | None = None, gpu: str | None = None) -> Crossover:
     """Return the crossover of a device.
 
     Args:
         device_type: Such as "cuda".
         capability: Compute capability of a GPU of NVIDIA; None for other devices.
+        gpu: Name of that GPU, as PyTorch gives it.
     """
     if device_type == "cpu":  # the kernel alone (benchmarks/results/cpu/bench/block-sparse.json)
         return Crossover(2_048)
     if device_type != "cuda":
         return Crossover(8_192, estimate=True)
-    if capability == (9, 0):
-        # An H200, the whole call of the preset, compiled, half of the blocks skipped, beside cuDNN: 0.64x at 8,192
+    if gpu == "NVIDIA H200":
+        # The whole call of the preset, compiled, half of the blocks skipped, beside cuDNN: 0.64x at 8,192
         # tokens, 1.07x at 16,384 (benchmarks/results/h200/bench/ba-att.json), by the backend `triton` and with scores
         # of moments: not measured again since.
         return Crossover(16_384)

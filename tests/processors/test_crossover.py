@@ -15,7 +15,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 def test_of_each_device():
-    assert crossover("cuda", (9, 0)) == Crossover(16_384)
+    assert crossover("cuda", (9, 0), "NVIDIA H200") == Crossover(16_384)
+    for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", None):  # of the same capability, not measured
+        assert crossover("cuda", (9, 0), gpu) == Crossover(16_384, estimate=True)
     for capability in ((8, 0), (12, 0), None):
         assert crossover("cuda", capability) == Crossover(16_384, estimate=True)
     assert crossover("cuda", (10, 0)) == crossover("cuda", (10, 3)) == Crossover(32_768, estimate=True)
@@ -26,10 +28,15 @@ def test_of_each_device():
 
 @pytest.mark.parametrize(
     ("path", "device", "method"),
-    [("h200/bench/ba-att.json", ("cuda", (9, 0)), "default"), ("cpu/bench/block-sparse.json", ("cpu",), "torch")],
+    [
+        ("h200/bench/ba-att.json", ("cuda", (9, 0), "NVIDIA H200"), "default"),
+        ("cpu/bench/block-sparse.json", ("cpu",), "torch"),
+    ],
 )
 def test_what_is_called_measured_was(path, device, method):
-    rows = json.loads((RESULTS / path).read_text(encoding="utf-8"))["rows"]
+    report = json.loads((RESULTS / path).read_text(encoding="utf-8"))
+    rows = report["rows"]
+    assert len(device) == 1 or device[2] in json.dumps(report)
     shortest = crossover(*device)
     assert not shortest.estimate
     rows = [row for row in rows if row.get("sparsity") == 0.5 and row.get("method") == method]
@@ -48,6 +55,7 @@ def test_the_summary_says_where_it_is_an_estimate(monkeypatch):
 
 def test_the_setting_comes_first(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA B200")
     device = torch.device("cuda:0")
     assert controller._crossover(BAAttConfig(), device) == Crossover(32_768, estimate=True)
     assert controller._crossover(BAAttConfig(min_tokens=7), device) == Crossover(7)
