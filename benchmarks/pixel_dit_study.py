@@ -1,33 +1,36 @@
 """The study of pixel DiT's attention: variants trained on the same budget of pictures, then sampled and measured.
 
-    PYTHONPATH=. python benchmarks/pixel_dit_study.py train --data .data/emoji --work WORK --side 64 [--variants A,B]
-    PYTHONPATH=. python benchmarks/pixel_dit_study.py sample --work WORK --side 64 [--variants A,B] [--samples 5000]
+    PYTHONPATH=. python benchmarks/pixel_dit_study.py run --data .data/emoji --work WORK --side 64 [--variants A,B]
+    PYTHONPATH=. python benchmarks/pixel_dit_study.py run --data .data/emoji --work WORK --side 128 [--variants A,B]
     PYTHONPATH=. python benchmarks/pixel_dit_study.py measure --data .data/emoji --work WORK --side 64
     PYTHONPATH=. python benchmarks/pixel_dit_study.py report --work WORK --out benchmarks/results/h200
 
-`train` and `sample` are meant for a CUDA GPU, and "llsa without weights" needs one. Each variant runs in a process of
-its own, and what is finished is skipped, so a call can be repeated in legs (`--max-seconds`: no variant begins after
-that; one in training pauses and goes on in the next call). Exit code 3: something is left; 1: a variant failed.
-`--shard 0/2` takes every second variant: one process for each GPU, with CUDA_VISIBLE_DEVICES. At 128 pixels every
-variant begins with its weights of 64 ("llsa 1 level" with those of "llsa", which has one level there), when WORK holds
-them: `began_at_64` in the report. `measure` needs no GPU, but the feature network (`diffsieve weights effnet` and the
-extra eval). `report` writes `pixel_dit_study.json` and a chart of the losses.
+`run` trains each variant and draws its samples (`train` and `sample` do one of the two). It is meant for a CUDA GPU,
+and "llsa without weights" needs one. What is finished is skipped, so a call can be repeated in legs (`--max-seconds`:
+no variant begins shortly before that; one in training pauses and goes on in the next call). Exit code 3: something is
+left; 1: a variant failed. `--shard 0/2` takes every second variant: one process for each GPU, with
+CUDA_VISIBLE_DEVICES. At 128 pixels every variant begins with its weights of 64 ("llsa 1 level" with those of "llsa",
+which has one level there), when WORK holds them: `began_at_64` in the report. `measure` needs no GPU, but the feature
+network (`diffsieve weights effnet` and the extra eval). `report` writes `pixel_dit_study.json` and a chart of the
+losses. `--layers`, `--images`, `--samples` and `--steps` set the size of the study; keep them equal in all calls.
 
 The distance compares samples with the whole training set at that size, whose moments are exact: it is the population.
-Training: embedded model's shape (8 layers, 3 heads of 64), AdamW 1e-4 after a warm-up, betas .9/.999, weight decay
-.01, clip 1, EMA .9999 at most, bf16, no guidance in sampling, 20 Euler steps.
+`floor` is that of as many pictures drawn from the set itself.
+Training: the embedded model's width (3 heads of 64) and optimisers (Muon and AdamW, the rate falls in the second half),
+bf16, averaged weights, no guidance in sampling, Euler steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
-import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ import triton.language as tl
 from diffsieve.compare.charts import Series, line_chart
 from diffsieve.compare.report import versions
 from diffsieve.pipelines.loading import resolve_device, resolve_dtype
+from diffsieve.pipelines.training.accelerating import fast_attention
 from diffsieve.pipelines.training.checkpoint import write_atomically, write_json
 from diffsieve.pipelines.training.pixel_dit.config import PixelTrainConfig
 from diffsieve.pipelines.training.pixel_dit.images import load_images
@@ -48,8 +52,10 @@ from diffsieve.pipelines.training.pixel_dit.stage import load_transformer
 
 BLOCK, TOPK = 16, 8
 BATCH = {64: 64, 128: 16}
-IMAGES = {64: 150_000, 128: 50_000}
+IMAGES = {64: 96_000, 128: 24_000}
+SAMPLED_TOGETHER = {64: 200, 128: 50}  # divide 5,000: one compiled graph for all
 PAUSED = 3
+WITHOUT_WEIGHTS = "llsa without weights"
 
 
 def variants(side: int) -> dict[str, dict[str, Any]]:
@@ -61,7 +67,7 @@ def variants(side: int) -> dict[str, dict[str, Any]]:
         "full": {"attention_method": "full"},
         "llsa": {},
         "llsa disjoint": {"disjoint": True},
-        "llsa without weights": {},  # see `drop_weights`
+        WITHOUT_WEIGHTS: {},  # see `drop_weights`
         "llsa without enrichment": {"enrich": False},
         "top-k equal keys": {"attention_method": "topk", "topk": equal},
         "llsa Morton": {"token_order": "morton"},
@@ -82,26 +88,22 @@ def keys_per_query(side: int, settings: dict[str, Any]) -> int:
     return levels * topk * BLOCK + math.ceil(tokens / BLOCK**levels)
 
 
-def settings_of(name: str, side: int, images: int) -> PixelTrainConfig:
-    batch = BATCH[side]
+def settings_of(name: str, arguments: argparse.Namespace) -> PixelTrainConfig:
+    side = arguments.side
+    images, batch = arguments.images or IMAGES[side], BATCH[side]
     return PixelTrainConfig.from_dict(
         {
-            "model": variants(side)[name],
+            "model": variants(side)[name] | {"layers": arguments.layers},
             "dit": {
                 "steps": images // batch,
                 "phases": [{"side": side, "batch_size": batch}],
-                "optimizer": "adamw",
-                "adam_lr": 1e-4,
-                "adam_beta2": 0.999,
-                "adam_weight_decay": 0.01,
-                "warmup": min(0.5, 500 * batch / images),
-                "hold": 1.0,
-                "ema_decay": 0.9999,
-                "log_every": 20,
+                "warmup": 0.05,
+                "ema_decay": 0.99,
+                "compile": torch.cuda.is_available(),
                 "save_every": 60.0,
                 "sample_every": 0.0,
             },
-            "sampling": {"images": 54, "batch_size": 18, "guidance_scale": 1.0},
+            "sampling": {"images": 9, "batch_size": 9, "steps": arguments.steps, "guidance_scale": 1.0},
         }
     )
 
@@ -159,10 +161,9 @@ def check_without_weights(device: str = "cuda", length: int = 1000) -> float:
 
 def train_one(name: str, arguments: argparse.Namespace) -> int:
     """Train a variant in this process; the exit code says whether it paused."""
-    if name == "llsa without weights":
-        drop_weights()
-        print(f"{name}: relative error {check_without_weights():.2e}", flush=True)
     out = folder_of(arguments.work, arguments.side, name)
+    if (out / "model" / "model_index.json").is_file():
+        return 0
     start = None
     if arguments.side > 64:
         start = folder_of(arguments.work, 64, name if name in variants(64) else "llsa")
@@ -173,7 +174,7 @@ def train_one(name: str, arguments: argparse.Namespace) -> int:
     summary = train_pixel_dit(
         out,
         arguments.data,
-        None if resumed else settings_of(name, arguments.side, arguments.images or IMAGES[arguments.side]),
+        None if resumed else settings_of(name, arguments),
         max_seconds=arguments.max_seconds,
         pause=arguments.max_seconds is not None,
         resume=resumed,
@@ -193,10 +194,9 @@ def train_one(name: str, arguments: argparse.Namespace) -> int:
 
 def sample_one(name: str, arguments: argparse.Namespace) -> int:
     """Draw the samples of a trained variant: `samples.npz` and a contact sheet."""
-    if name == "llsa without weights":
-        drop_weights()
-        check_without_weights()
     out = folder_of(arguments.work, arguments.side, name)
+    if (out / "samples.json").is_file():
+        return 0
     if not (out / "model").is_dir():
         print(f"{name}: not trained yet")
         return PAUSED
@@ -204,16 +204,40 @@ def sample_one(name: str, arguments: argparse.Namespace) -> int:
     classes = json.loads((out / "dit" / "data.json").read_text())["classes"]
     device = resolve_device(None)
     transformer = load_transformer(config, out / "dit", len(classes)).to(device, resolve_dtype(None, device))
+    if config.dit.compile:
+        transformer.compile_repeated_blocks(dynamic=False)
     pipe = build_pipeline(transformer, classes, config.sampling)
-    wide = replace(config.sampling, batch_size=arguments.batch)
+    wide = replace(config.sampling, batch_size=arguments.batch or SAMPLED_TOGETHER[arguments.side])
     started = time.monotonic()
-    pictures, labels = generate(pipe, wide, count=arguments.samples)
+    with fast_attention(device):
+        pictures, labels = generate(pipe, wide, count=arguments.samples)
     seconds = time.monotonic() - started
     write_atomically(out / "samples.npz", lambda path: _save_samples(path, pictures))
     contact_sheet(pictures[:81], labels[:81], classes).save(out / "samples.png")
-    memory = torch.cuda.max_memory_allocated() / 2**30
-    write_json(out / "samples.json", {"samples": len(pictures), "seconds": seconds, "memory_gib": memory})
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    figures = {"samples": len(pictures), "steps": wide.steps, "seconds": seconds, "memory_gib": memory}
+    write_json(out / "samples.json", figures)
     print(f"{name}: {len(pictures)} samples in {seconds:.0f} s, {memory:.1f} GiB", flush=True)
+    return 0
+
+
+STEPS = {"train": (train_one,), "sample": (sample_one,), "run": (train_one, sample_one)}
+
+
+def attempt(name: str, arguments: argparse.Namespace) -> int:
+    """All steps of a variant; its failure is printed and costs no other variant."""
+    try:
+        for step in STEPS[arguments.command]:
+            torch._dynamo.reset()
+            gc.collect()  # a compiled block refers to itself: the model before is still there
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            if code := step(name, arguments):
+                return code
+    except Exception:
+        traceback.print_exc()
+        return 1
     return 0
 
 
@@ -229,26 +253,32 @@ def measure(arguments: argparse.Namespace) -> None:
 
     network = load_features(weights=arguments.weights, device="cuda" if torch.cuda.is_available() else "cpu")
 
-    def moments(pictures: torch.Tensor) -> FeatureMoments:
-        found = FeatureMoments(network.dimensions)
-        for part in pictures.split(64):
-            found.update(network.features_of(part))
-        return found
+    def features(pictures: torch.Tensor) -> torch.Tensor:
+        return torch.cat([network.features_of(part) for part in pictures.split(64)])
+
+    def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+        first, second = FeatureMoments(network.dimensions), FeatureMoments(network.dimensions)
+        first.update(one)
+        second.update(other)
+        return frechet_distance(first.mean, first.covariance, second.mean, second.covariance)
 
     population = None
-    for name in variants(arguments.side):
+    for name in chosen(arguments):
         out = folder_of(arguments.work, arguments.side, name)
         if not (out / "samples.npz").is_file() or (out / "distance.json").is_file():
             continue
         if population is None:
-            population = moments(load_images(arguments.data, arguments.side).pixels)
-        samples = moments(torch.from_numpy(np.load(out / "samples.npz", allow_pickle=False)["pictures"]))
-        value = frechet_distance(population.mean, population.covariance, samples.mean, samples.covariance)
+            population = features(load_images(arguments.data, arguments.side).pixels)
+        samples = features(torch.from_numpy(np.load(out / "samples.npz", allow_pickle=False)["pictures"]))
+        # what a perfect model would get for that many samples
+        drawn = torch.randint(len(population), (len(samples),), generator=torch.Generator().manual_seed(0))
+        value = distance(population, samples)
         figures = {
             "name": f"fd[{network.name}]",
             "value": value,
-            "samples": samples.count,
-            "population": population.count,
+            "floor": distance(population, population[drawn]),
+            "samples": len(samples),
+            "population": len(population),
         }
         write_json(out / "distance.json", figures)
         print(f"{arguments.side} {name}: {figures['name']} {value:.3f}", flush=True)
@@ -268,10 +298,11 @@ def report(arguments: argparse.Namespace) -> None:
             rate = steady[len(steady) // 2]
             batch = BATCH[side]
             row: dict[str, Any] = {
-                "model": asdict(settings_of(name, side, IMAGES[side]).model),
+                "model": json.loads((out / "settings.json").read_text())["model"],
                 "keys_per_query": keys_per_query(side, settings),
                 "began_at_64": (out / "start.json").is_file(),
                 "images": log[-1]["step"] * batch * log[-1]["processes"],
+                "steps": log[-1]["step"],
                 "finished": log[-1]["progress"] >= 1,
                 "train_images_per_s": rate,
                 "train_tokens_per_s": rate * side**2,
@@ -308,26 +339,36 @@ def folder_of(work: Path, side: int, name: str) -> Path:
     return work / str(side) / slug
 
 
-def run_all(arguments: argparse.Namespace) -> int:
-    """Each variant of this shard in a process of its own; returns 1 when one failed, 3 when something is left to do."""
+def chosen(arguments: argparse.Namespace) -> list[str]:
     names = arguments.variants.split(",") if arguments.variants else list(variants(arguments.side))
     unknown = [name for name in names if name not in variants(arguments.side)]
     if unknown:
         raise SystemExit(f"variants must be among: {', '.join(variants(arguments.side))}; got {unknown[0]}")
     number, count = (int(part) for part in arguments.shard.split("/"))
+    return names[number::count]
+
+
+def run_all(arguments: argparse.Namespace) -> int:
+    """Each variant of this shard; returns 1 when one failed, 3 when something is left to do."""
+    names = chosen(arguments)
+    if names == [WITHOUT_WEIGHTS]:
+        drop_weights()
+        print(f"{WITHOUT_WEIGHTS}: relative error {check_without_weights():.2e}", flush=True)
     deadline = None if arguments.max_seconds is None else time.monotonic() + arguments.max_seconds
     left = failed = False
-    done_file = {"train": "model/model_index.json", "sample": "samples.json"}[arguments.command]
-    for name in names[number::count]:
-        if (folder_of(arguments.work, arguments.side, name) / done_file).is_file():
-            continue
-        words = [sys.executable, __file__, *sys.argv[1:], "--one", name]
+    for name in names:
         if deadline is not None:
-            if deadline - time.monotonic() < 30:
+            arguments.max_seconds = deadline - time.monotonic()
+            if arguments.max_seconds < 30:
                 left = True
                 break
-            words += ["--max-seconds", f"{deadline - time.monotonic():.0f}"]
-        code = subprocess.run(words, env=os.environ, check=False).returncode
+        if name == WITHOUT_WEIGHTS and len(names) > 1:  # its kernels are changed for a whole process
+            words = [sys.executable, __file__, *sys.argv[1:], "--variants", name, "--shard", "0/1"]
+            if deadline is not None:
+                words += ["--max-seconds", f"{arguments.max_seconds:.0f}"]
+            code = subprocess.run(words, check=False).returncode
+        else:
+            code = attempt(name, arguments)
         if code == PAUSED:
             left = True
         elif code:
@@ -338,7 +379,7 @@ def run_all(arguments: argparse.Namespace) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("train", "sample", "measure", "report"))
+    parser.add_argument("command", choices=("run", "train", "sample", "measure", "report"))
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--data", type=Path, default=Path(".data/emoji"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
@@ -346,16 +387,14 @@ def main() -> None:
     parser.add_argument("--variants", help="names, joined by commas; default all")
     parser.add_argument("--images", type=int, help="budget of training pictures")
     parser.add_argument("--samples", type=int, default=5000)
-    parser.add_argument("--batch", type=int, default=64, help="pictures sampled together")
+    parser.add_argument("--steps", type=int, default=20, help="of sampling")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, help="pictures sampled together")
     parser.add_argument("--shard", default="0/1")
     parser.add_argument("--max-seconds", type=float)
     parser.add_argument("--weights", type=Path, help="file of the feature network, where it is not in the cache")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        one = {"train": train_one, "sample": sample_one}[arguments.command]
-        raise SystemExit(one(arguments.one, arguments))
-    if arguments.command in ("train", "sample"):
+    if arguments.command in STEPS:
         raise SystemExit(run_all(arguments))
     {"measure": measure, "report": report}[arguments.command](arguments)
 

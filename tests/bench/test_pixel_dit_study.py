@@ -1,0 +1,119 @@
+"""The study of pixel DiT's attention: its nine variants, their budget of keys, and its steps at a tiny size."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffsieve.eval.features import FeatureNetwork
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pixel_dit_study.py"
+
+
+@pytest.fixture
+def study():
+    location = importlib.util.spec_from_file_location("pixel_dit_study", SCRIPT)
+    module = importlib.util.module_from_spec(location)
+    location.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def data(tmp_path):
+    generator = np.random.default_rng(0)
+    for i in range(6):
+        folder = tmp_path / "pictures" / ("bars" if i % 2 else "blobs")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    return tmp_path / "pictures"
+
+
+@pytest.fixture
+def call(study, data, tmp_path, monkeypatch):
+    """Run the script with pictures of 16 x 16 in the place of 64 x 64, and one layer; returns its exit code."""
+    variants = study.variants
+    monkeypatch.setattr(study, "variants", lambda side: variants(side * 4))
+    monkeypatch.setattr(study, "BATCH", {16: 2})
+    monkeypatch.setattr(study, "SAMPLED_TOGETHER", {16: 2})
+
+    def run(command, *words):
+        sizes = ["--side", "16", "--layers", "1", "--steps", "1", "--samples", "4", "--images", "4"]
+        words = [command, "--work", str(tmp_path / "work"), "--data", str(data), *sizes, *words]
+        monkeypatch.setattr(sys, "argv", ["pixel_dit_study.py", *words])
+        try:
+            study.main()
+        except SystemExit as end:
+            return end.code
+        return 0
+
+    return run
+
+
+@pytest.mark.parametrize("side", [64, 128])
+def test_nine_variants_differ_from_the_reference_in_one_thing(study, side):
+    variants = study.variants(side)
+    assert len(variants) == 9
+    assert variants["llsa"] == {}
+    keys = {name: study.keys_per_query(side, settings) for name, settings in variants.items()}
+    assert keys["full"] == side**2
+    assert keys["llsa"] == keys["llsa Morton"] == {64: 128 + 256, 128: 2 * 128 + 64}[side]
+    assert keys["llsa"] <= keys["top-k equal keys"] < keys["llsa"] + 16
+
+
+def test_a_variant_is_trained_sampled_measured_and_reported(study, call, tmp_path, monkeypatch):
+    assert call("run", "--variants", "full,llsa") == 0
+    for name in ("full", "llsa"):
+        folder = tmp_path / "work" / "16" / name
+        with np.load(folder / "samples.npz") as samples:
+            assert samples["pictures"].shape == (4, 3, 16, 16)
+        assert json.loads((folder / "samples.json").read_text())["steps"] == 1
+        before = (folder / "samples.npz").stat().st_mtime_ns
+        assert call("run", "--variants", name) == 0
+        assert (folder / "samples.npz").stat().st_mtime_ns == before, "what is finished is skipped"
+    network = FeatureNetwork("means", 3, lambda x: x.float().mean((2, 3)), "none")
+    monkeypatch.setattr("diffsieve.eval.features.load_features", lambda **_: network)
+    assert call("measure") == 0
+    assert call("report", "--out", str(tmp_path / "out")) == 0
+    rows = json.loads((tmp_path / "out" / "pixel_dit_study.json").read_text())["sides"]["16"]
+    assert rows.keys() == {"full", "llsa"}
+    assert rows["llsa"]["images"] == 4
+    assert rows["llsa"]["finished"]
+    assert rows["llsa"]["distance"]["name"] == "fd[means]"
+    assert rows["llsa"]["distance"]["value"] > 0
+    assert rows["full"]["model"]["attention_method"] == "full"
+    assert (tmp_path / "out" / "pixel_dit_study_16.svg").is_file()
+
+
+def test_a_variant_that_fails_costs_no_other(study, call, tmp_path, monkeypatch):
+    train = study.train_one
+
+    def fail(name, arguments):
+        if name == "full":
+            raise RuntimeError("broken")
+        return train(name, arguments)
+
+    monkeypatch.setitem(study.STEPS, "train", (fail,))
+    assert call("train", "--variants", "full,llsa") == 1
+    assert (tmp_path / "work" / "16" / "llsa" / "model").is_dir()
+
+
+def test_variants_are_shared_between_processes(study, call, monkeypatch):
+    seen = []
+    monkeypatch.setattr(study, "attempt", lambda name, arguments: seen.append(name) or 0)
+    monkeypatch.setattr(
+        study.subprocess, "run", lambda words, check: seen.append(words[-3]) or study.argparse.Namespace(returncode=0)
+    )
+    for shard in ("0/2", "1/2"):
+        assert call("run", "--shard", shard) == 0
+    assert sorted(seen) == sorted(study.variants(16))
+    assert (
+        call("run", "--variants", "none") == "variants must be among: " + ", ".join(study.variants(16)) + "; got none"
+    )
+
+
+def test_no_time_leaves_the_rest_for_another_call(call):
+    assert call("run", "--variants", "llsa", "--max-seconds", "5") == 3
