@@ -26,6 +26,7 @@ COUNTERS = (
     "sparse_calls",
     "dense_calls",
     "broken_calls",  # sparse calls whose output holds NaN or infinity
+    "listed_calls",  # dense calls that our own kernel did, with all blocks listed
 )
 
 
@@ -148,7 +149,8 @@ class BAAttProcessor:
         # A mask excludes single pairs, which whole blocks cannot.
         if self._sparse and attention_mask is None and encoder_hidden_states is None:
             return self._attend_sparse(self._family, attn, hidden_states, rotary_emb)
-        if self._dense_backend is not None and attention_mask is None and encoder_hidden_states is None:
+        own = self._dense_backend is not None and not torch.is_grad_enabled()
+        if own and attention_mask is None and encoder_hidden_states is None:
             output = self._attend_dense(self._family, attn, hidden_states, rotary_emb)
         else:
             output = self._original(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
@@ -173,10 +175,10 @@ class BAAttProcessor:
             **self._attention,
         )
         pairs = [info.kept_pairs, info.total_pairs, info.kept_token_pairs, info.total_token_pairs]
-        sparse, dense = torch.ones_like(info.kept_pairs), torch.zeros_like(info.kept_pairs)
+        one, none = torch.ones_like(info.kept_pairs), torch.zeros_like(info.kept_pairs)
         # One reduction instead of a look at each value: a sum is not finite if a term is not.
         broken = ~attended.detach().sum(dtype=torch.float32).isfinite()
-        self._counters.add_(torch.stack([*pairs, sparse, dense, broken.long()]).to(self._counters.device))
+        self._counters.add_(torch.stack([*pairs, one, none, broken.long(), none]).to(self._counters.device))
         if self._record:
             self._mask = info
         config = self.config
@@ -189,7 +191,10 @@ class BAAttProcessor:
 
     def _attend_dense(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
         query, key, value = (x.transpose(1, 2) for x in family.project(attn, hidden_states, rotary_emb))
-        attended = dense_attention(query, key, value, backend=self.config.backend)
+        assert self._dense_backend is not None
+        fall_back = self.config.backend == "auto"
+        attended, listed = dense_attention(query, key, value, backend=self._dense_backend, fall_back=fall_back)
+        self._counters.add_(F.pad(listed.view(1), (len(COUNTERS) - 1, 0)).to(self._counters.device))
         return family.output(attn, attended.transpose(1, 2))
 
     def _project(

@@ -60,11 +60,13 @@ class StepRecord:
         step: Step of the generation, from 0.
         reasons: Per layer, why it was to run dense, or None.
         counters: int64 (layers, len(COUNTERS)), on the device of the run.
+        dense_backend: Backend that was to do dense calls, None where the model's own processors were.
     """
 
     step: int
     reasons: tuple[str | None, ...]
     counters: torch.Tensor
+    dense_backend: str | None
 
 
 class SparseController:
@@ -96,6 +98,7 @@ class SparseController:
         self._calibrating = False
         self._checked_sparse_step = False
         self._reasons: tuple[str | None, ...] = ()
+        self._dense_backend: str | None = None
         self._timer: StageTimer | None = None
         self._handle = watch_forwards(transformer)
 
@@ -229,7 +232,9 @@ class SparseController:
         calibrating = self._calibrating and reason == self._dense_reason
         if reason is None and self.config.calibrates and self.chosen is None:
             self._choose_orders()
-        dense_backend = backend_of_dense_calls(self.transformer, hidden_states, tokens, self.config)
+        dense_backend = self._dense_backend = backend_of_dense_calls(
+            self.transformer, hidden_states, tokens, self.config
+        )
         for layer, why in zip(self.layers, self._reasons, strict=True):
             replaced = dense_backend is not None and may_replace(self.family, layer.attn, layer.processor._original)
             layer.processor._dense_backend = dense_backend if replaced else None
@@ -249,12 +254,13 @@ class SparseController:
             processor, heads = layer.processor, layer.attn.heads
             pairs, token_pairs = (batch * heads * count for count in (block_pairs, tokens * tokens))
             processor._grid, processor._to_raster, processor._from_raster = grid, to_raster, from_raster
-            processor._dense_counts = torch.tensor([pairs, pairs, token_pairs, token_pairs, 0, 1, 0], device=device)
+            processor._dense_counts = torch.tensor([pairs, pairs, token_pairs, token_pairs, 0, 1, 0, 0], device=device)
             processor._counters = processor._counters.to(device)
             processor._recall = processor._recall.to(device)
 
     def _running_record(self) -> StepRecord:
-        return StepRecord(self._step, self._reasons, torch.stack([layer.processor._counters for layer in self.layers]))
+        counters = torch.stack([layer.processor._counters for layer in self.layers])
+        return StepRecord(self._step, self._reasons, counters, self._dense_backend)
 
 
 def _crossover(config: BAAttConfig, device: torch.device) -> Crossover:

@@ -52,8 +52,8 @@ class SparsitySummary:
         dense_reasons: Number of dense attention calls (a layer in one forward) by reason.
         backend: Name of the sparse kernel that ran, None if none did.
         backend_reason: Why that one, None if none ran.
-        dense_backend: Name of the sparse kernel that did dense calls with all blocks listed, where that is faster than
-            PyTorch's attention; None where the model's own processors did them.
+        dense_backends: Number of the dense calls that a sparse kernel did, with all blocks listed, by its name: where
+            that is faster than PyTorch's attention. The model's own processors did the others.
         step_source: Where the step numbers came from: "context", "scheduler" or "timestep".
         orders: Order names of the heads by layer, for the sparse layers; empty if nothing was chosen yet.
         orders_from: "calibration", "table", "setting" or "fallback".
@@ -74,7 +74,7 @@ class SparsitySummary:
     dense_reasons: dict[str, int]
     backend: str | None
     backend_reason: str | None
-    dense_backend: str | None
+    dense_backends: dict[str, int]
     step_source: str
     orders: dict[str, tuple[str, ...]]
     orders_from: str
@@ -115,7 +115,10 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary | LLSASumm
             reason = row.reason or MASK
             reasons[reason] = reasons.get(reason, 0) + row.dense_calls
     ran = [layer.processor for c in active for layer in c.layers if layer.processor._backend]
-    dense_backends = [layer.processor._dense_backend for c in active for layer in c.layers] if reasons else []
+    dense_backends: dict[str, int] = {}
+    for row in rows:
+        if row.listed_calls and row.dense_backend is not None:
+            dense_backends[row.dense_backend] = dense_backends.get(row.dense_backend, 0) + row.listed_calls
     seconds = _seconds(active)
     orders = {f"{c.name}.{layer}": names for c in active for layer, names in orders_of(c).items()}
     return SparsitySummary(
@@ -131,7 +134,7 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary | LLSASumm
         dense_reasons=reasons,
         backend=ran[0]._backend if ran else None,
         backend_reason=ran[0]._backend_reason if ran else None,
-        dense_backend=next((name for name in dense_backends if name), None),
+        dense_backends=dense_backends,
         step_source=clock.source,
         orders=orders,
         orders_from=_orders_from(active, config.orders is not None, config.calibrates),
@@ -191,8 +194,8 @@ def format_summary(summary: SparsitySummary) -> str:
         heads = ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
         lines.append(f"  orders of heads       {heads} (from {summary.orders_from})")
     reasons = ", ".join(f"{reason} {count}" for reason, count in summary.dense_reasons.items())
-    by = f" (by {summary.dense_backend}, all blocks listed)" if summary.dense_backend else ""
-    lines.append(f"  dense calls           {reasons or 'none'}{by}")
+    listed = "".join(f"; {count} by {name}, all blocks listed" for name, count in summary.dense_backends.items())
+    lines.append(f"  dense calls           {reasons or 'none'}{listed}")
     lines += [f"  note: {note}" for note in summary.notes]
     return "\n".join(lines)
 
@@ -211,6 +214,8 @@ class _Row:
     sparse_calls: int
     dense_calls: int
     broken_calls: int
+    listed_calls: int
+    dense_backend: str | None
 
     @property
     def in_sparse_step(self) -> bool:
@@ -234,7 +239,13 @@ def _rows(controller: SparseController) -> list[_Row]:
         return []
     counts = torch.stack([record.counters.cpu() for record in records]).tolist()
     return [
-        _Row(record.step, f"{controller.name}.{layer.name}", reason, **dict(zip(COUNTERS, values, strict=True)))
+        _Row(
+            record.step,
+            f"{controller.name}.{layer.name}",
+            reason,
+            **dict(zip(COUNTERS, values, strict=True)),
+            dense_backend=record.dense_backend,
+        )
         for record, table in zip(records, counts, strict=True)
         for layer, reason, values in zip(controller.layers, record.reasons, table, strict=True)
     ]

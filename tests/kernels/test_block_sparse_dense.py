@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from diffsieve import BackendUnavailableError, UserInputError
 from diffsieve.kernels import testing
 from diffsieve.kernels.block_sparse import choose_backend, dense, dense_attention, dense_backend, fallbacks
+from diffsieve.kernels.block_sparse.op import run_backend
 from diffsieve.kernels.testing import AttentionCase
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/h200"
@@ -65,8 +67,59 @@ def test_it_is_used_only_where_it_is_known_to_win(monkeypatch):
 def test_it_attends_to_all_keys(len_q, len_k):
     case = AttentionCase(heads=4, kv_heads=2, dim=64, len_q=len_q, len_k=len_k, layout="blhd")
     query, key, value, *_ = testing.make_inputs(case, dtype=torch.float32).tensors()
-    out = dense_attention(query, key, value)
+    out, listed = dense_attention(query, key, value, backend="torch")
+    assert listed == 1
     assert torch.allclose(out, scaled_dot_product_attention(query, key, value, enable_gqa=True), atol=1e-5)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """A backend "hopper" whose kernel cannot be built; returns the names of those that were tried."""
+    tried = []
+
+    def run(name, inputs, options):
+        tried.append(name)
+        raise RuntimeError("the compiler gave up")
+
+    monkeypatch.setattr(dense, "run_backend", run)
+    monkeypatch.setattr(fallbacks, "_said", set())
+    fallbacks.FAILED.clear()
+    yield tried
+    fallbacks.FAILED.clear()
+
+
+def test_a_kernel_that_cannot_be_built_leaves_its_calls_to_pytorch_alone(broken, caplog):
+    case = AttentionCase(heads=4, kv_heads=2, dim=64, len_q=40, len_k=70, layout="blhd")
+    query, key, value, *_ = testing.make_inputs(case, dtype=torch.float32).tensors()
+    for _ in range(2):
+        out, listed = dense_attention(query, key, value, backend="hopper", fall_back=True)
+        assert torch.equal(out, scaled_dot_product_attention(query, key, value, enable_gqa=True))
+        assert out.stride() == query.stride()
+        assert listed == 0
+    assert broken == ["hopper"], "no other kernel for lists, and not again"
+    assert [record.message for record in caplog.records] == [
+        "dense calls go to PyTorch's attention: hopper could not be built (RuntimeError: the compiler gave up)"
+    ]
+
+
+def test_a_named_backend_that_cannot_be_built_raises(broken):
+    query = torch.ones(1, 1, 8, 64)
+    with pytest.raises(BackendUnavailableError, match=r'backend="hopper" could not be built .*the compiler gave up'):
+        dense_attention(query, query, query, backend="hopper")
+
+
+def test_a_gradient_is_refused():
+    query = torch.ones(1, 1, 8, 64, requires_grad=True)
+    with pytest.raises(UserInputError, match="dense_attention has no gradient"):
+        dense_attention(query, query, query, backend="torch")
+
+
+@pytest.mark.parametrize("backend", ["torch", "hopper"])
+def test_its_operation_is_well_formed(backend, broken, monkeypatch):
+    if backend == "torch":
+        monkeypatch.setattr(dense, "run_backend", run_backend)
+    query, key = torch.randn(2, 40, 4, 64).transpose(1, 2), torch.randn(2, 2, 70, 64)
+    torch.library.opcheck(torch.ops.diffsieve.dense_attention.default, (query, key, key, backend, True))
 
 
 @pytest.mark.gpu
@@ -78,7 +131,7 @@ def test_error_on_a_gpu(backend, len_q, len_k, gain):
     case = AttentionCase(heads=4, kv_heads=2, dim=128, len_q=len_q, len_k=len_k, density=1.0, gain=gain)
     inputs = testing.make_inputs(case, dtype=torch.bfloat16, device="cuda")
     with testing.poisoned_memory():
-        out, again = (dense_attention(*inputs.tensors()[:3], backend=backend) for _ in range(2))
+        out, again = (dense_attention(*inputs.tensors()[:3], backend=backend)[0] for _ in range(2))
     exact, _ = testing.exact_attention(inputs, block_size=case.block_size)
     bound = testing.error_bound(testing.masked_sdpa(inputs, block_size=case.block_size), exact)
     assert testing.error_ratio(out, exact) <= bound

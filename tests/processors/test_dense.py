@@ -10,7 +10,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from diffsieve import BAAttConfig, apply_sparse_attention, sparsity_summary
-from diffsieve.kernels.block_sparse import dense
+from diffsieve.kernels.block_sparse import dense, fallbacks
 from diffsieve.processors import ba_att, controller
 from diffsieve.processors import dense as room
 from tests import tiny
@@ -28,9 +28,9 @@ def calls(monkeypatch):
     """As on a GPU where our kernel wins; returns the shapes of the queries that it was given."""
     found = []
 
-    def attend(query, key, value, *, backend):
-        found.append((tuple(query.shape), backend))
-        return real(query, key, value, backend=backend)
+    def attend(query, key, value, *, backend, fall_back):
+        found.append((tuple(query.shape), backend, fall_back))
+        return real(query, key, value, backend="torch", fall_back=fall_back)
 
     real = ba_att.dense_attention
     monkeypatch.setattr(controller, "backend_of_dense_calls", lambda *_: "hopper")
@@ -43,20 +43,45 @@ def test_warm_up_and_dense_layers_go_to_the_kernel(calls):
     with mock.patch.object(controller, "backend_of_dense_calls", return_value=None):
         apply_sparse_attention(expected, _config())
         latents = tiny.generate(expected, steps=STEPS)
-    assert sparsity_summary(expected).dense_backend is None
+    assert sparsity_summary(expected).dense_backends == {}
     assert calls == []
     pipe = tiny.wan_pipeline(LAYERS)
     apply_sparse_attention(pipe, _config())
     out = tiny.generate(pipe, steps=STEPS)
     # Two steps with all layers, and three with the first one; of both branches of guidance.
     assert len(calls) == BRANCHES * (2 * LAYERS + 3)
-    assert {shape[1:3] for shape, _ in calls} == {(tiny.HEADS, tiny.TOKENS)}
-    assert {backend for _, backend in calls} == {"auto"}
+    assert {shape[1:3] for shape, *_ in calls} == {(tiny.HEADS, tiny.TOKENS)}
+    assert {tuple(choice) for _, *choice in calls} == {("hopper", True)}
     assert torch.allclose(out, latents, atol=1e-4)
     summary = sparsity_summary(pipe)
-    assert summary.dense_backend == "hopper"
     assert sum(summary.dense_reasons.values()) == len(calls)
-    assert "(by hopper, all blocks listed)" in str(summary)
+    assert summary.dense_backends == {"hopper": len(calls)}
+    assert f"; {len(calls)} by hopper, all blocks listed" in str(summary)
+
+
+def test_the_summary_counts_only_calls_that_the_kernel_did(calls, monkeypatch):
+    monkeypatch.setattr(dense, "run_backend", mock.Mock(side_effect=RuntimeError("the compiler gave up")))
+    monkeypatch.setattr(fallbacks, "FAILED", {})
+    monkeypatch.setattr(dense, "FAILED", fallbacks.FAILED)
+    pipe = tiny.wan_pipeline(LAYERS)
+    apply_sparse_attention(pipe, _config())
+    tiny.generate(pipe, steps=STEPS)
+    summary = sparsity_summary(pipe)
+    assert sum(summary.dense_reasons.values()) == len(calls) > 0
+    assert summary.dense_backends == {}
+    assert "all blocks listed" not in str(summary)
+
+
+def test_a_forward_with_gradients_in_a_step_that_began_without_is_the_models_own(calls):
+    model = tiny.transformer()
+    apply_sparse_attention(model, _config(warmup_steps=1))
+    inputs = torch.randn(1, 16, 3, 8, 8), torch.ones(1), torch.zeros(1, 4, 16)
+    with torch.no_grad():
+        model(*inputs)
+    before = len(calls)
+    assert before
+    model(*inputs)[0].sum().backward()
+    assert len(calls) == before
 
 
 def test_a_chosen_backend_and_a_processor_of_ones_own_are_kept(calls):
@@ -84,11 +109,15 @@ def test_it_compiles(calls):
     assert calls
     pipe, counter = tiny.wan_pipeline(), CompileCounterWithBackend("eager")
     apply_sparse_attention(pipe, _config())
-    with mock.patch.object(ba_att, "dense_attention", DENSE_ATTENTION):  # without a list that grows
+    with (
+        mock.patch.object(ba_att, "dense_attention", DENSE_ATTENTION),  # without a list that grows
+        mock.patch.object(controller, "backend_of_dense_calls", return_value="torch"),
+    ):
         pipe.transformer.compile(backend=counter, fullgraph=True)
         out = tiny.generate(pipe, steps=STEPS)
     assert torch.allclose(out, expected, atol=1e-5)
     assert counter.frame_count == 3
+    assert sparsity_summary(pipe).dense_backends == {"torch": len(calls)}
     torch._dynamo.reset()
 
 
@@ -135,5 +164,5 @@ def test_on_a_gpu(compiled, monkeypatch):
         if compiled:
             model.compile(fullgraph=True)
         out = model(*inputs)[0].float()
-    assert sparsity_summary(model).dense_backend == "hopper"
+    assert sparsity_summary(model).dense_backends == {"hopper": len(model.blocks)}
     assert (out - expected).square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()

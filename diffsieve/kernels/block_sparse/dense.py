@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from ...errors import UserInputError
+from ..custom_ops import custom_op
 from .backends import choose_backend
-from .op import block_sparse_attention
+from .fallbacks import FAILED, give_up, is_build_failure, say_once
+from .op import run_backend
 
 _BLOCK = 128
 # (backend, head dimension) -> blocks of the shortest sequence on an H200 from which on it was faster than the fastest
@@ -16,7 +20,9 @@ _FEWEST_BLOCKS = {("hopper", 128): 128, ("hopper", 64): 256, ("hopper-exact", 12
 
 
 def dense_backend(probe: Tensor, tokens: int, *, backend: str = "auto") -> str | None:
-    """The backend that attends to all keys faster than PyTorch does, or None where none is measured to.
+    """The backend that attends to all keys faster than PyTorch does on an H200, or None where none is measured to.
+
+    Other GPUs of compute capability 9.0, an H100 or a GH200, go by the same measurements.
 
     Args:
         probe: tensor of four axes, the last one of the head dimension, with the device and dtype of the queries.
@@ -34,20 +40,51 @@ def dense_backend(probe: Tensor, tokens: int, *, backend: str = "auto") -> str |
     return name if fewest is not None and -(-tokens // _BLOCK) >= fewest else None
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Tensor:
-    """Attention to all keys, by the kernel for lists; for calls that `dense_backend` found one for.
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, backend: str, fall_back: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention to all keys, by the kernel for lists; without gradients.
 
     Args:
         query: `(B, H, Lq, D)`, any strides.
         key, value: `(B, Hkv, Lk, D)`, `H % Hkv == 0`.
-        backend: as in `block_sparse_attention`.
+        backend: one that can run these inputs, as `dense_backend` names it. Not "auto": no second choice is made here.
+        fall_back: let PyTorch's attention do the call where the kernel cannot be built, with a warning, once.
 
     Returns:
-        `(B, H, Lq, D)` in the dtype and memory order of `query`.
+        `(B, H, Lq, D)` in the dtype and memory order of `query`, and int64 `()` on its device: 1, or 0 where
+        PyTorch did the call.
+
+    Raises:
+        UserInputError: a gradient is wanted.
+        BackendUnavailableError: the kernel cannot be built, and `fall_back` is not set.
     """
-    batch, heads, len_q = query.shape[:3]
-    every = torch.arange(-(-key.shape[2] // _BLOCK), dtype=torch.int32, device=query.device)
-    every = every.expand(batch, heads, -(-len_q // _BLOCK), -1)
-    out = block_sparse_attention(query, key, value, every, block_size=_BLOCK, backend=backend)
-    assert isinstance(out, Tensor)
-    return out
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        raise UserInputError("dense_attention has no gradient: call it under torch.no_grad()")
+    return _dense_op(query, key, value, backend, fall_back)
+
+
+# An operation, as compiled code has to fall back, too.
+@custom_op("diffsieve::dense_attention")
+def _dense_op(query: Tensor, key: Tensor, value: Tensor, backend: str, fall_back: bool) -> tuple[Tensor, Tensor]:
+    batch, heads, len_q, dim = query.shape
+    if not (fall_back and backend in FAILED):
+        every = torch.arange(-(-key.shape[2] // _BLOCK), dtype=torch.int32, device=query.device)
+        every = every.expand(batch, heads, -(-len_q // _BLOCK), -1)
+        options = {"block_size": _BLOCK, "scale": dim**-0.5, "return_lse": False}
+        try:
+            out, _ = run_backend(backend, (query, key, value, every, None), options)
+        except Exception as error:
+            if not is_build_failure(error):
+                raise
+            give_up(backend, error, asked="auto" if fall_back else backend)
+        else:
+            return out, torch.ones((), dtype=torch.int64, device=query.device)
+    say_once(f"dense calls go to PyTorch's attention: {backend} {FAILED[backend]}")
+    out = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    return torch.empty_like(query).copy_(out), torch.zeros((), dtype=torch.int64, device=query.device)
+
+
+@torch.library.register_fake("diffsieve::dense_attention")
+def _(query: Tensor, key: Tensor, value: Tensor, backend: str, fall_back: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty((), dtype=torch.int64)

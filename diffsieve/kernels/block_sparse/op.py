@@ -143,7 +143,7 @@ def _attention_op(
         if choice.passed_over is not None:
             say_once(f"block_sparse_attention takes {choice.name}: {choice.passed_over}")
         try:
-            out, lse = _run(choice.name, inputs, options)
+            out, lse = run_backend(choice.name, inputs, options)
             break
         except Exception as error:
             if choice.name in ("torch", "reference") or not is_build_failure(error):
@@ -154,7 +154,7 @@ def _attention_op(
     return out, lse
 
 
-def _run(name: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+def run_backend(name: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Output and log-sum-exp (which may be None unless asked for) of one backend."""
     if name == "triton":
         from .triton_backend import block_sparse_attention_triton
