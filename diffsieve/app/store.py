@@ -99,7 +99,7 @@ class Store:
         self._lock: AbstractContextManager[None] | None = None
 
     def open(self) -> None:
-        """Make the folders, take them for this process, and remove what a killed server left unfinished.
+        """Make the folders, take them for this process, remove what a killed server left unfinished, and `clean`.
 
         Raises:
             UserInputError: the folder cannot be used, or another server uses it.
@@ -119,6 +119,7 @@ class Store:
         shutil.rmtree(self._work, ignore_errors=True)
         for folder in (self._runs, self.dense_clips, self._work):
             folder.mkdir(exist_ok=True)
+        self.clean()  # a server that makes no run would keep old ones for ever
 
     def close(self) -> None:
         """Give the folder free and remove what was served."""

@@ -93,6 +93,16 @@ def test_old_runs_go_and_kept_ones_stay(store):
     assert ids(store) == ["new"]
 
 
+def test_old_runs_go_when_a_server_starts(store, tmp_path):
+    add(store, "new")
+    add(store, "old", age=40)
+    store.close()
+    again = Store(store.root, Bounds(age=30), tmp_path / "examples")
+    again.open()
+    assert ids(again) == ["new"]
+    again.close()
+
+
 def test_the_oldest_go_where_all_are_too_large(store):
     for number, run_id in enumerate(("a", "b", "c")):
         add(store, run_id, size=800, age=3.0 - number)
