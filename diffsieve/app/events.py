@@ -301,7 +301,7 @@ class _Events:
         mask, picture, told = self.on_look(run.id, layer, steps[-1], 0, *token)
         return {
             view.layer: gr.update(choices=[(views.layer_name(name), name) for name in layers], value=layer),
-            view.head: gr.update(maximum=max(masks.heads - 1, 1), value=0),
+            view.head: gr.update(maximum=max(masks.heads - 1, 1), value=0, visible=masks.heads > 1),
             view.step: gr.update(choices=[(str(number + 1), number) for number in steps], value=steps[-1]),
             view.mask: mask,
             view.picture: gr.update(value=picture, elem_classes=["ds-single"] if masks.grid_thw[0] == 1 else []),

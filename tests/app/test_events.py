@@ -81,3 +81,11 @@ def test_a_run_of_an_embedded_model_that_left_it_to_the_device_is_repeated_spars
     assert opened(events, pictures=False, chosen=CLIPS)[1]["min_tokens"]["value"] is None
     monkeypatch.setattr("diffsieve.app.controls.EMBEDDED", {CLIPS: Path("tiny")})
     assert opened(events, pictures=False, chosen=CLIPS)[1]["min_tokens"]["value"] == 0
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_one_head_leaves_nothing_to_choose(events, monkeypatch, heads):
+    run = next(run for run in events.handlers.runs() if not run.pictures)
+    monkeypatch.setattr(type(events.handlers.masks(run.id)), "heads", property(lambda self: heads))
+    head = events._show(run)[events.page.attention.head]
+    assert (head["visible"], head["value"], head["maximum"]) == (heads > 1, 0, 1)
