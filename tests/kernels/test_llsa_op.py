@@ -239,3 +239,12 @@ def test_gradient_through_the_log_sum_exp_alone():
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
         assert one.abs().max() > 0
+
+
+def test_second_derivatives_are_refused_and_first_ones_may_ask_for_a_graph():
+    tensors = [x.requires_grad_() for x in inputs(torch.float64)]
+    expected = torch.autograd.grad(llsa_attention(*tensors, **OPTIONS).square().sum(), tensors)
+    grads = torch.autograd.grad(llsa_attention(*tensors, **OPTIONS).square().sum(), tensors, create_graph=True)
+    assert all(map(torch.equal, grads, expected))
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grads[0].sum().backward()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...errors import UserInputError
 from ..custom_ops import custom_op
@@ -97,8 +98,10 @@ def llsa_attention(
         if not torch.compiler.is_compiling():
             check_indices(chosen, query, block_size, depth)
     arguments = block_size, _scale(scale, query), enrich, disjoint, indices is None, backend
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         out, lse = _attention_op(query, key, value, chosen, pooled, *arguments)
+    elif not torch.is_grad_enabled():
+        out, lse = _without_autograd(query, key, value, chosen, pooled, *arguments)
     else:
         out, lse = _Attention.apply(query, key, value, arguments, depth, *chosen, *pooled)
     return (out, lse) if return_lse else out
@@ -270,7 +273,7 @@ def _(
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=dtype)
 
 
-@torch.library.custom_op("diffsieve::llsa_attention_backward", mutates_args=())
+@custom_op("diffsieve::llsa_attention_backward")
 def _attention_backward_op(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -311,7 +314,7 @@ def _attention_backward_op(
     return _like(grads[0], query), _like(grads[1], key), _like(grads[2], value)
 
 
-@_attention_backward_op.register_fake
+@torch.library.register_fake("diffsieve::llsa_attention_backward")
 def _(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -351,7 +354,7 @@ def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tu
     query, key, value, out, lse, *others = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.diffsieve.llsa_attention_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = _attention_backward_op(
         grad_out, grad_lse, query, key, value, out, lse, others[: ctx.levels], others[ctx.levels :], *ctx.options
     )
     return gradients
@@ -364,6 +367,13 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 torch.library.register_autograd("diffsieve::llsa_attention", _backward, setup_context=_setup_context)
 
 
+def _without_autograd(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The op, past the wrapper that PyTorch generates for its gradient."""
+    with torch._C._AutoDispatchBelowAutograd():
+        output: tuple[Tensor, Tensor] = _attention_op(*arguments)
+    return output
+
+
 class _Attention(torch.autograd.Function):
     """The same outside of compiled code: PyTorch's generated wrapper of a custom op takes several times as long."""
 
@@ -372,10 +382,11 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...], levels: int, *others: Tensor
     ) -> tuple[Tensor, Tensor]:
         lists = list(others[:levels]), list(others[levels:])
-        output: tuple[Tensor, Tensor] = _attention_op(query, key, value, *lists, *options)
+        output = _without_autograd(query, key, value, *lists, *options)
         _setup_context(ctx, (query, key, value, *lists, *options), output)
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         return (*_gradients(ctx, grads[0], grads[1]), None, None, *[None] * (ctx.levels + ctx.pooled))
