@@ -15,6 +15,7 @@ from diffsieve.kernels import testing
 from diffsieve.kernels.block_sparse import choose_backend, dense, dense_attention, dense_backend, fallbacks
 from diffsieve.kernels.block_sparse.op import run_backend
 from diffsieve.kernels.testing import AttentionCase
+from tests.kernels.failing import raise_in
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/h200"
 needs_triton = pytest.mark.skipif(
@@ -56,7 +57,7 @@ def test_it_is_used_only_where_it_is_known_to_win(monkeypatch):
     assert dense_backend(probe(), 99_999, backend="triton") is None
     for changes in ({"dtype": torch.float16}, {"shape": (1, 1, 1, 64)}, {"is_cuda": False}):
         assert dense_backend(probe(**changes), 99_999) is None
-    monkeypatch.setitem(fallbacks.FAILED, "hopper", "could not be built")
+    monkeypatch.setitem(fallbacks.FAILED, ("hopper", (9, 0)), "could not be built")
     assert choose_backend(probe(), probe(), block_size=128).name == "hopper-exact"
     assert dense_backend(probe(), 20_000) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
@@ -79,7 +80,7 @@ def broken(monkeypatch):
 
     def run(name, inputs, options):
         tried.append(name)
-        raise RuntimeError("the compiler gave up")
+        raise_in("triton", RuntimeError("the compiler gave up"))
 
     monkeypatch.setattr(dense, "run_backend", run)
     monkeypatch.setattr(fallbacks, "_said", set())

@@ -11,6 +11,7 @@ from diffsieve.errors import BackendUnavailableError, UserInputError
 from diffsieve.kernels import testing
 from diffsieve.kernels.block_sparse import backends, block_sparse_attention, choose_backend, fallbacks, op
 from diffsieve.kernels.testing import AttentionCase
+from tests.kernels.failing import raise_in
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
@@ -25,7 +26,7 @@ def hopper(monkeypatch):
 
     def run(name, inputs, options):
         if name in failing:
-            raise failing[name]
+            raise_in("triton", failing[name])
         out, lse = real("torch", inputs, options)
         return out + len(name) / 100, lse
 
@@ -33,10 +34,11 @@ def hopper(monkeypatch):
         gpu = mock.Mock(is_cuda=True, dtype=query.dtype, shape=query.shape, device=torch.device("cuda:0"))
         return choose_backend(gpu, gpu, block_size=block_size, backend=backend)
 
-    real = op._run
+    real = op.run_backend
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(fallbacks, "_capability", lambda _: (9, 0))
     monkeypatch.setattr(op, "choose_backend", chosen)
-    monkeypatch.setattr(op, "_run", run)
+    monkeypatch.setattr(op, "run_backend", run)
     return failing
 
 
@@ -71,7 +73,7 @@ def test_auto_ends_at_torch(hopper, caplog):
     for name in ("hopper", "hopper-exact", "triton"):
         hopper[name] = AttributeError(f"no {name}")
     attend()
-    assert set(fallbacks.FAILED) == {"hopper", "hopper-exact", "triton"}
+    assert {backend for backend, _ in fallbacks.FAILED} == {"hopper", "hopper-exact", "triton"}
     assert caplog.messages[-1].startswith("block_sparse_attention takes torch: hopper could not be built")
 
 
@@ -105,6 +107,41 @@ def test_faults_of_the_gpu_and_of_the_caller_are_no_failed_compilations(hopper, 
     assert fallbacks.FAILED == {}
 
 
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
+def test_an_error_of_our_own_code_is_no_failed_compilation(hopper, monkeypatch, backend):
+    def run(name, inputs, options):
+        raise TypeError("descriptors take five arguments")
+
+    monkeypatch.setattr(op, "run_backend", run)
+    with pytest.raises(TypeError, match="five arguments"):
+        attend(backend=backend)
+    assert fallbacks.FAILED == {}
+
+
+def test_an_error_of_the_compiler_is_known_by_where_it_came_from():
+    from triton.compiler import ASTSource
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        ASTSource(None, {})
+    assert fallbacks.is_build_failure(caught.value)
+    assert not fallbacks.is_build_failure(AttributeError("never raised"))
+
+
+def test_what_failed_on_one_kind_of_gpu_is_tried_on_another(monkeypatch):
+    capabilities = {0: (9, 0), 1: (8, 0), 2: (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+    first, other, alike = (torch.device("cuda", i) for i in range(3))
+    assert fallbacks.failure("triton", first) is None
+    fallbacks.give_up("triton", first, RuntimeError("no registers left"), asked="auto")
+    reason = "could not be built (RuntimeError: no registers left)"
+    assert fallbacks.failure("triton", first) == fallbacks.failure("triton", alike) == reason
+    assert fallbacks.failure("triton", other) is None
+    assert fallbacks.failure("hopper", first) is None
+    gpu = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 2, 4096, 96)}
+    names = [choose_backend(x, x, block_size=128).name for x in (mock.Mock(**gpu, device=d) for d in (first, other))]
+    assert names == ["torch", "triton"]
+
+
 def test_gradients_go_to_torch_where_their_kernel_cannot_be_built(hopper, caplog):
     from diffsieve.kernels.block_sparse import triton_backward
 
@@ -116,7 +153,7 @@ def test_gradients_go_to_torch_where_their_kernel_cannot_be_built(hopper, caplog
         out.square().sum().backward()
         return [x.grad for x in leaves]
 
-    failing = mock.Mock(side_effect=RuntimeError("no registers left"))
+    failing = mock.Mock(side_effect=lambda *_, **__: raise_in("triton", RuntimeError("no registers left")))
     with (
         mock.patch.object(triton_backward, "block_sparse_attention_triton_backward", failing),
         mock.patch.object(op, "choose_backend", return_value=backends.BackendChoice("triton", "")),

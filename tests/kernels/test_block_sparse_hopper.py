@@ -496,7 +496,7 @@ def test_the_choice_can_be_compiled(monkeypatch):
         query = torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16)
         assert compiled(query)[1:] == ("hopper", "CUDA GPU sm_90, bfloat16, D 128")
         # What fails later is seen by code that is compiled already.
-        monkeypatch.setitem(fallbacks.FAILED, "hopper", "could not be built (Error)")
+        monkeypatch.setitem(fallbacks.FAILED, ("hopper", (9, 0)), "could not be built (Error)")
         assert compiled(query)[1:] == (
             "hopper-exact", "CUDA GPU sm_90, bfloat16, D 128; hopper could not be built (Error)",
         )  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...errors import BackendUnavailableError, UserInputError
 from ..backends import HAS_TRITON, TRITON_DTYPES, BackendChoice, dtype_name, triton_obstacle
-from .fallbacks import FAILED
+from .fallbacks import failure
 from .rates import by_rate
 
 BACKENDS = ("auto", "reference", "torch", "triton", "hopper", "hopper-exact", "flash4")
@@ -55,7 +55,7 @@ def _choose_for(query: Tensor, block_size: int) -> BackendChoice:
     capability = torch.cuda.get_device_capability(query.device)
     passed_over = None
     for name in by_rate(capability, query.shape[-1], block_size):
-        obstacle = FAILED.get(name) or _obstacle(name, query, block_size)
+        obstacle = failure(name, query.device) or _obstacle(name, query, block_size)
         if obstacle is None:
             gpu = f"CUDA GPU sm_{capability[0]}{capability[1]}, {dtype_name(query.dtype)}, D {query.shape[-1]}"
             return BackendChoice(name, gpu if passed_over is None else f"{gpu}; {passed_over}", passed_over)

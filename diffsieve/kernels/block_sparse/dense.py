@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...errors import UserInputError
 from ..custom_ops import custom_op
 from .backends import choose_backend
-from .fallbacks import FAILED, give_up, is_build_failure, say_once
+from .fallbacks import failure, give_up, is_build_failure, say_once
 from .op import run_backend
 
 _BLOCK = 128
@@ -68,7 +68,7 @@ def dense_attention(
 @custom_op("diffsieve::dense_attention")
 def _dense_op(query: Tensor, key: Tensor, value: Tensor, backend: str, fall_back: bool) -> tuple[Tensor, Tensor]:
     batch, heads, len_q, dim = query.shape
-    if not (fall_back and backend in FAILED):
+    if not (fall_back and failure(backend, query.device)):
         every = torch.arange(-(-key.shape[2] // _BLOCK), dtype=torch.int32, device=query.device)
         every = every.expand(batch, heads, -(-len_q // _BLOCK), -1)
         options = {"block_size": _BLOCK, "scale": dim**-0.5, "return_lse": False}
@@ -77,10 +77,10 @@ def _dense_op(query: Tensor, key: Tensor, value: Tensor, backend: str, fall_back
         except Exception as error:
             if not is_build_failure(error):
                 raise
-            give_up(backend, error, asked="auto" if fall_back else backend)
+            give_up(backend, query.device, error, asked="auto" if fall_back else backend)
         else:
             return out, torch.ones((), dtype=torch.int64, device=query.device)
-    say_once(f"dense calls go to PyTorch's attention: {backend} {FAILED[backend]}")
+    say_once(f"dense calls go to PyTorch's attention: {backend} {failure(backend, query.device)}")
     out = scaled_dot_product_attention(query, key, value, enable_gqa=True)
     return torch.empty_like(query).copy_(out), torch.zeros((), dtype=torch.int64, device=query.device)
 

@@ -9,7 +9,7 @@ from ...errors import refuse
 from ..checks import check_4d, check_like_query, check_options
 from ..custom_ops import custom_op
 from .backends import BACKENDS, choose_backend, dtype_name
-from .fallbacks import FAILED, give_up, is_build_failure, say_once
+from .fallbacks import failure, give_up, is_build_failure, say_once
 
 # Inputs are padded to whole blocks: this bounds what a slip of the pen can ask for.
 MAX_BLOCK_SIZE = 2**16
@@ -148,7 +148,7 @@ def _attention_op(
         except Exception as error:
             if choice.name in ("torch", "reference") or not is_build_failure(error):
                 raise
-            give_up(choice.name, error, asked=backend)
+            give_up(choice.name, query.device, error, asked=backend)
     if lse is None or not return_lse:
         lse = query.new_empty((0,), dtype=_lse_dtype(query))
     return out, lse
@@ -213,7 +213,7 @@ def _attention_backward_op(
     """All but "torch" and "reference" share the gradients of "triton", these two the exact ones of "torch"."""
     inputs = (grad_out, grad_lse, query, key, value, block_index, block_count)
     name = choose_backend(query, key, block_size=block_size, backend=backend).name
-    if name not in ("torch", "reference") and (backend != "auto" or _BACKWARD not in FAILED):
+    if name not in ("torch", "reference") and (backend != "auto" or failure(_BACKWARD, query.device) is None):
         from .triton_backward import block_sparse_attention_triton_backward
 
         try:
@@ -221,8 +221,9 @@ def _attention_backward_op(
         except Exception as error:
             if not is_build_failure(error):
                 raise
-            give_up(_BACKWARD, error, asked=backend)
-            say_once(f"block_sparse_attention takes torch for gradients: triton {FAILED[_BACKWARD]}")
+            give_up(_BACKWARD, query.device, error, asked=backend)
+            reason = failure(_BACKWARD, query.device)
+            say_once(f"block_sparse_attention takes torch for gradients: triton {reason}")
     from .torch_backend import block_sparse_attention_torch_backward
 
     return block_sparse_attention_torch_backward(*inputs, block_size=block_size, scale=scale)
