@@ -1,12 +1,13 @@
 """Throughput and memory of the pixel DiT on a CUDA GPU: training and sampling step, LLSA against full attention.
 
-    PYTHONPATH=. python benchmarks/pixel_dit_speed.py --out benchmarks/results/h200 [--side 256] [--max-seconds 500]
+    PYTHONPATH=. python benchmarks/pixel_dit_speed.py --out benchmarks/results/h200 [--side 256] [--enough 1]
 
 DiT-S (12 layers, 6 heads of 64), bf16, random pictures, blocks compiled. A training step is noise, forward, backward,
 clipping and AdamW under autocast; a sampling step is one forward without gradient. Full attention runs once with
 FlashAttention-2 and once with cuDNN. LLSA is compared with the torch backend first; what fails gets no figure. Writes
 `pixel_dit_speed.json` after every row and keeps rows of earlier calls. A row that runs out of memory says so; one that
-fails otherwise is left out, and the exit code is 1.
+fails otherwise is left out, and the exit code is 1. `--enough` is the time after which a row stops repeating its step;
+`--max-seconds` the time after which no row begins.
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ METHODS = {
 }
 # (side, pictures in a training step, in a sampling step)
 SIZES = [(128, 16, 32), (256, 4, 8), (512, 1, 2)]
-# Seconds after which a row stops repeating; at 512 a step of full attention takes many.
-ENOUGH = 4.0
 
 
 def transformer(method: str, side: int) -> PixelDiTTransformer2DModel:
@@ -60,14 +59,13 @@ def transformer(method: str, side: int) -> PixelDiTTransformer2DModel:
     return model
 
 
-def timed(step: Callable[[], Any]) -> dict[str, float]:
-    """Median seconds of a step, after one that warms up, with the peak memory."""
-    step()
+def timed(step: Callable[[], Any], enough: float) -> dict[str, float]:
+    """Median seconds of a step that has run before, with the peak memory."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
     begun = time.monotonic()
-    while not seconds or (len(seconds) < 20 and time.monotonic() - begun < ENOUGH):
+    while not seconds or (len(seconds) < 20 and time.monotonic() - begun < enough):
         started = time.monotonic()
         step()
         torch.cuda.synchronize()
@@ -130,7 +128,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     parser.add_argument("--side", type=int, choices=[side for side, _, _ in SIZES], help="one size; default all")
+    parser.add_argument("--method", choices=list(METHODS), help="one of them; default all")
     parser.add_argument("--batch", type=int, help="pictures in a step, in place of the table's")
+    # at 512 a step of full attention takes many seconds
+    parser.add_argument("--enough", type=float, default=4.0)
     parser.add_argument("--max-seconds", type=float, default=float("inf"))
     arguments = parser.parse_args()
     target = arguments.out / "pixel_dit_speed.json"
@@ -152,6 +153,8 @@ def main() -> None:
         if arguments.side not in (None, side):
             continue
         for method in METHODS:
+            if arguments.method not in (None, method):
+                continue
             for what, standard in (("train", train_batch), ("sample", sample_batch)):
                 batch = arguments.batch or standard
                 key = {"side": side, "method": method, "step": what, "batch": batch}
@@ -161,7 +164,7 @@ def main() -> None:
                     print("time is over; call again for the rest")
                     raise SystemExit(1 if failed else 0)
                 try:
-                    row = key | run_row(method, what, side, batch)
+                    row = key | run_row(method, what, side, batch, arguments.enough)
                 except (RuntimeError, DiffsieveError) as error:  # such as no kernel of that kind for the size
                     print(f"{key} failed: {error}", flush=True)
                     failed = True
@@ -173,7 +176,7 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def run_row(method: str, what: str, side: int, batch: int) -> dict[str, Any]:
+def run_row(method: str, what: str, side: int, batch: int, enough: float) -> dict[str, Any]:
     torch._dynamo.reset()
     gc.collect()  # a compiled block refers to itself: the model of the row before is still there
     torch.cuda.empty_cache()
@@ -182,10 +185,10 @@ def run_row(method: str, what: str, side: int, batch: int) -> dict[str, Any]:
         with dense_kernel(METHODS[method]):
             make = training_step if what == "train" else sampling_step
             step = make(model, side, batch)
-            step()  # compiles
+            step()  # compiles and warms up
             if METHODS[method] is not None:
                 check_kernel(step, METHODS[method])
-            figures: dict[str, Any] = timed(step)
+            figures: dict[str, Any] = timed(step, enough)
     except torch.OutOfMemoryError:
         return {"error": "out of memory"}
     figures["images_per_s"] = batch / figures["seconds"]
