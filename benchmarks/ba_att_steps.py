@@ -31,6 +31,7 @@ from diffsieve.kernels.ba_att.centroids import add_centroids, add_skipped_fused
 from diffsieve.kernels.ba_att.forms import CentroidTile, Forms, GatherTile, ScoreTile, WindowTile
 from diffsieve.kernels.ba_att.fused import gather_with_means, gather_with_statistics, scatter_tokens
 from diffsieve.kernels.ba_att.fused_selection import list_blocks_fused, score_blocks_fused
+from diffsieve.kernels.ba_att.scores import mean_key
 from diffsieve.kernels.ba_att.selection import skipped_blocks
 from diffsieve.kernels.block_sparse import block_sparse_attention
 
@@ -51,11 +52,12 @@ VARIANTS: dict[str, list[Any]] = {
     ],
     "select_warps": [1, 2, 4],
     "windows": [WindowTile(*x) for x in ((64, 32, 4), (64, 64, 4), (128, 32, 4), (32, 32, 4))],
+    "select_pairs": [False, True],
     "centroids": [
-        CentroidTile(128, 32, 8, 3, 128), CentroidTile(128, 32, 8, 3, None), CentroidTile(128, 64, 8, 3, None),
-        CentroidTile(128, 128, 8, 3, None), CentroidTile(128, 32, 4, 3, None), CentroidTile(64, 64, 4, 3, 168),
-        CentroidTile(64, 32, 4, 3, None), CentroidTile(64, 32, 4, 3, 128), CentroidTile(128, 32, 8, 5, 128),
-        CentroidTile(64, 32, 4, 5, 128),
+        CentroidTile(64, 32, 4, 3, 128), CentroidTile(128, 32, 4, 3, None),
+        CentroidTile(64, 32, 4, 3, None, True), CentroidTile(64, 32, 4, 2, 128, True),
+        CentroidTile(128, 32, 8, 3, 128, True), CentroidTile(128, 32, 4, 3, None, True),
+        CentroidTile(64, 16, 4, 3, 128, True), CentroidTile(64, 16, 4, 4, 128, True),
     ],
 }  # fmt: skip
 
@@ -100,7 +102,7 @@ class Problem:
             return lambda: gather_with_means(self.value, self.order.key, BLOCK, fused=True)
         if field == "scores":
             return lambda: score_blocks_fused("residual", self.q_stats, self.k_stats, **HOW)
-        if field == "select_warps":
+        if field.startswith("select"):
             return lambda: list_blocks_fused(self.scores, self.kept, return_skipped=True)
         if field == "windows":
             return partial(self.orders, WINDOWS)
@@ -134,7 +136,7 @@ class Problem:
             return off / 2e-5 if same else math.inf
         if field == "scores":
             return float((got - self.scores).abs().max()) / 5e-4
-        if field == "select_warps":
+        if field.startswith("select"):
             wanted = (self.index, self.skipped)
             return 0.0 if all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)) else math.inf
         if field == "windows":
@@ -168,7 +170,7 @@ def check(field: str, number: int) -> dict[str, Any]:
     forms.FORMS = with_form(field, value)
     problem = Problem(SMALL_GRID)
     found: dict[str, Any] = {"off": problem.difference(field)}
-    if field == "select_warps":  # kernels of the padded number of blocks; ties
+    if field.startswith("select"):  # kernels of the padded number of blocks; ties
         for blocks in (591, 256):
             problem.scores = torch.randn(1, HEADS, blocks, blocks, device="cuda").mul_(4).round_()
             problem.kept = ba_att.kept_blocks(blocks, 0.5)
@@ -240,6 +242,7 @@ def floors(grid: tuple[int, int, int]) -> dict[str, float]:
     tensor, pairs = 2 * HEADS * length * DIM, HEADS * blocks * blocks
     moved = {
         "gather": 2 * tensor, "gather_means": 2 * tensor, "scores": 4 * pairs, "select_warps": 8 * pairs,
+        "select_pairs": 8 * pairs,
         "windows": 2 * 2 * length * DIM + 2 * 8 * HEADS * length, "centroids": 3 * tensor,
     }  # fmt: skip
     found = {name: 1e3 * size / BANDWIDTH for name, size in moved.items()}
@@ -262,7 +265,7 @@ def time_steps(problem: Problem, checked: dict[str, dict[str, Any]]) -> dict[str
     centroids = {}
     for density in (0.25, 0.1):  # more blocks to stand in for
         problem.set_density(density)
-        for value in VARIANTS["centroids"]:
+        for value in VARIANTS.get("centroids", []):
             if "failed" not in checked["centroids"][str(value)]:
                 forms.FORMS = with_form("centroids", value)
                 call = problem.step("centroids")
@@ -275,6 +278,25 @@ def time_steps(problem: Problem, checked: dict[str, dict[str, Any]]) -> dict[str
         "their mean key": milliseconds(lambda: keys.mean(dim=2, keepdim=True, dtype=torch.float32)),
         "static order": milliseconds(partial(problem.orders, TABLES["static"])),
     }
+    found["values, scores and lists"] = {
+        "mean key alone": milliseconds(lambda: mean_key(problem.k_stats)),
+        "in turn": milliseconds(partial(values_scores_lists, problem, None)),
+        "values on a stream of their own": milliseconds(partial(values_scores_lists, problem, torch.cuda.Stream())),
+    }
+    return found
+
+
+def values_scores_lists(problem: Problem, side: torch.cuda.Stream | None) -> list[Any]:
+    """The gather of the values beside scores and choice of blocks, which do not need it."""
+    main = torch.cuda.current_stream()
+    stream = main if side is None else side
+    if side is not None:
+        side.wait_stream(main)
+    with torch.cuda.stream(stream):
+        values = problem.step("gather_means")()
+    found = [values, problem.step("scores")(), problem.step("select_warps")()]
+    if side is not None:
+        main.wait_stream(side)
     return found
 
 
@@ -338,6 +360,7 @@ def time_calibration(problem: Problem) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for ba_att_steps.json")
+    parser.add_argument("--steps", nargs="+", choices=list(VARIANTS), help="these steps alone, of the first grid alone")
     parser.add_argument("--check", nargs="+", metavar="STEP:NUMBER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.check:
@@ -345,6 +368,9 @@ def main() -> None:
         return
     if options.out is None:
         parser.error("--out must name a folder")
+    grids = GRIDS[:1] if options.steps else GRIDS
+    for step in set(VARIANTS) - set(options.steps or VARIANTS):
+        del VARIANTS[step]
     options.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     report: dict[str, Any] = {
@@ -364,7 +390,7 @@ def main() -> None:
 
     save({step: {name: x for name, x in found.items() if "failed" in x} for step, found in report["checked"].items()})
     chosen = {"in use": Forms()}
-    for grid in GRIDS:
+    for grid in grids:
         problem = Problem(grid)
         row: dict[str, Any] = {"grid_thw": grid, "tokens": math.prod(grid), "floor_ms": floors(grid)}
         report["rows"].append(row)

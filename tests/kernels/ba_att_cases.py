@@ -82,6 +82,7 @@ def launches() -> list[tuple[Any, tuple, dict]]:
         fused_triton,
         lists_triton,
         scores_triton,
+        skipped_ahead_triton,
         skipped_triton,
         windows_triton,
     )
@@ -101,13 +102,16 @@ def launches() -> list[tuple[Any, tuple, dict]]:
             moments, moments, moments, moments, size, centre, beta=0.5, log_count=True, second_order=True,
             residual=True, scale=0.1, tile=form.scores,
         )  # fmt: skip
-        lists_triton.list_blocks_triton(scores, 296, return_skipped=True, num_warps=form.select_warps)
+        for pairs in (False, True):
+            lists_triton.list_blocks_triton(scores, 296, return_skipped=True, num_warps=form.select_warps, pairs=pairs)
+        attended = (tokens, lse, tokens, means, means, skipped, None, perm)
         for tile in (form.centroids, form.centroids._replace(registers=None)):
-            skipped_triton.add_skipped_triton(
-                tokens, lse, tokens, means, means, skipped, None, perm, block_size=128, scale=0.1, tile=tile
-            )
+            skipped_triton.add_skipped_triton(*attended, block_size=128, scale=0.1, tile=tile)
+        ahead = form.centroids._replace(registers=None, ahead=True)
+        skipped_ahead_triton.add_skipped_ahead_triton(*attended, block_size=128, scale=0.1, tile=ahead)
         windows_triton.window_orders_triton(
             tokens[:, :2], torch.zeros(1, 2, 1, 128), torch.arange(256), 128, descending=True, tile=form.windows
         )
 
-    return launches_of([fused_triton, lists_triton, scores_triton, skipped_triton, windows_triton], run)
+    modules = [fused_triton, lists_triton, scores_triton, skipped_triton, skipped_ahead_triton, windows_triton]
+    return launches_of(modules, run)

@@ -15,7 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.ba_att import ba_attention, block_mask, calibrate_orders, calibration
+from diffsieve.kernels.ba_att import ba_attention, block_mask, calibrate_orders, calibration, forms
 from diffsieve.kernels.ba_att.centroids import _add_skipped_op, add_centroids, add_skipped_fused
 from diffsieve.kernels.ba_att.fused import (
     _gather_moments_op,
@@ -130,6 +130,14 @@ def skipped_blocks_added(case: BAAttCase, boost: float, query_gain: float) -> di
     return found
 
 
+def skipped_blocks_found() -> dict[str, dict[str, float]]:
+    return {
+        f"{case}, {boost}, {gain}": skipped_blocks_added(case, boost, gain)
+        for case in (CASES[0], CASES[1], CASES[3])
+        for boost, gain in ((0.0, 1.0), (-30.0, 1.0), (-300.0, 1.0), (-float("inf"), 1.0), (300.0, 1.0), (0.0, 16.0))
+    }
+
+
 def calibration_difference(case: BAAttCase) -> float:
     """Recalls from the fused gather, which a GPU takes, against those from PyTorch's."""
     query, key, _ = make_inputs(case, torch.float16)
@@ -171,11 +179,11 @@ def main() -> None:
     result: dict[str, object] = {"whole call": {str(case): whole_call(case) for case in CASES}}
     result["steps"] = {str(case): steps(case) for case in CASES[:3]}
     result["compiled"] = compiled_difference(CASES[0])
-    result["skipped"] = {
-        f"{case}, {boost}, {gain}": skipped_blocks_added(case, boost, gain)
-        for case in (CASES[0], CASES[1], CASES[3])
-        for boost, gain in ((0.0, 1.0), (-30.0, 1.0), (-300.0, 1.0), (-float("inf"), 1.0), (300.0, 1.0), (0.0, 16.0))
-    }
+    result["skipped"] = {}
+    for ahead in (False, True):
+        forms.FORMS = forms.Forms(centroids=forms.Forms().centroids._replace(ahead=ahead))
+        result["skipped"] |= {f"{name}, ahead {ahead}": found for name, found in skipped_blocks_found().items()}
+    forms.FORMS = forms.Forms()
     result["calibration"] = calibration_difference(CASES[1])
     json.dump(result, sys.stdout)
 

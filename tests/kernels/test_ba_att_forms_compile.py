@@ -20,9 +20,9 @@ pytestmark = [
 @pytest.mark.parametrize(("arch", "spills"), [(90, 0), (80, 32), (86, 32)])
 def test_all_stays_in_registers(arch, spills):
     found = launches()
-    assert len(found) == 13
+    assert len(found) == 16
     for kernel, args, kwargs in found:
-        if arch != 90 and kwargs.get("maxnreg") is not None:
+        if arch != 90 and (kwargs.get("maxnreg") is not None or kernel.__name__ == "add_skipped_ahead_kernel"):
             continue  # Hopper's
         result = compile_launch(kernel, args, kwargs, arch)
         assert result.spills <= spills, result.name

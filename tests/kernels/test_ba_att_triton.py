@@ -32,7 +32,7 @@ def test_steps(interpreted, case):
 
 
 def test_skipped_blocks(interpreted):
-    assert len(interpreted["skipped"]) == 18
+    assert len(interpreted["skipped"]) == 36
     for name, found in interpreted["skipped"].items():
         assert found["error"] <= 2 * found["plain error"] + 2**-12, name
         assert found["log-sum-exp"] < 1e-5, name

@@ -31,13 +31,21 @@ class ScoreTile(NamedTuple):
 
 
 class CentroidTile(NamedTuple):
-    """Queries of a program and skipped blocks per step of the compensation; at most so many registers per thread."""
+    """How skipped blocks are added.
+
+    Args:
+        block_m: queries of a program.
+        block_n: skipped blocks per step.
+        registers: at most so many per thread.
+        ahead: means are fetched two steps before they are used (`skipped_ahead_triton`).
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     registers: int | None
+    ahead: bool = False
 
 
 class WindowTile(NamedTuple):
@@ -57,6 +65,7 @@ class Forms(NamedTuple):
         scores: of the product of the scores. One of 128 query blocks is as fast, but takes more shared memory than many
             GPUs have.
         select_warps: of a row of 1,024 blocks in the choice of blocks.
+        select_pairs: whether that choice takes two bits of a score at a time.
         centroids: of the compensation; the fastest at 75 and 90 % skipped, and within 0.3 % of it at 50 %.
         windows: of the rank in a window by counting.
     """
@@ -65,6 +74,7 @@ class Forms(NamedTuple):
     gather_means: GatherTile = GatherTile(4, 128)
     scores: ScoreTile = ScoreTile(64, 64, 32, 4, 3)
     select_warps: int = 2
+    select_pairs: bool = False
     centroids: CentroidTile = CentroidTile(64, 32, 4, 3, 128)
     windows: WindowTile = WindowTile(32, 32, 4)
 
