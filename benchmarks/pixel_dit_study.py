@@ -164,11 +164,11 @@ def train_one(name: str, arguments: argparse.Namespace) -> int:
     out = folder_of(arguments.work, arguments.side, name)
     if (out / "model" / "model_index.json").is_file():
         return 0
-    start = None
-    if arguments.side > 64:
-        start = folder_of(arguments.work, 64, name if name in variants(64) else "llsa")
+    start, small = None, min(BATCH)
+    if arguments.side > small:
+        start = folder_of(arguments.work, small, name if name in variants(small) else "llsa")
         if not (start / "model").is_dir():
-            print(f"{name}: no weights of 64 x 64, begins with new ones", flush=True)
+            print(f"{name}: no weights of {small} x {small}, begins with new ones", flush=True)
             start = None
     resumed = (out / "dit" / "state.pt").is_file()
     summary = train_pixel_dit(

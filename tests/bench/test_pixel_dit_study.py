@@ -34,14 +34,14 @@ def data(tmp_path):
 
 @pytest.fixture
 def call(study, data, tmp_path, monkeypatch):
-    """Run the script with pictures of 16 x 16 in the place of 64 x 64, and one layer; returns its exit code."""
+    """Run the script with 8 x 8 and 16 x 16 pixels in the place of 64 and 128, and one layer; returns its exit code."""
     variants = study.variants
-    monkeypatch.setattr(study, "variants", lambda side: variants(side * 4))
-    monkeypatch.setattr(study, "BATCH", {16: 2})
-    monkeypatch.setattr(study, "SAMPLED_TOGETHER", {16: 2})
+    monkeypatch.setattr(study, "variants", lambda side: variants(side * 8))
+    monkeypatch.setattr(study, "BATCH", {8: 2, 16: 2})
+    monkeypatch.setattr(study, "SAMPLED_TOGETHER", {8: 2, 16: 2})
 
-    def run(command, *words):
-        sizes = ["--side", "16", "--layers", "1", "--steps", "1", "--samples", "4", "--images", "4"]
+    def run(command, *words, side=16):
+        sizes = ["--side", str(side), "--layers", "1", "--steps", "1", "--samples", "4", "--images", "4"]
         words = [command, "--work", str(tmp_path / "work"), "--data", str(data), *sizes, *words]
         monkeypatch.setattr(sys, "argv", ["pixel_dit_study.py", *words])
         try:
@@ -86,6 +86,15 @@ def test_a_variant_is_trained_sampled_measured_and_reported(study, call, tmp_pat
     assert rows["llsa"]["distance"]["value"] > 0
     assert rows["full"]["model"]["attention_method"] == "full"
     assert (tmp_path / "out" / "pixel_dit_study_16.svg").is_file()
+
+
+def test_a_large_size_begins_with_the_weights_of_the_small_one(call, tmp_path):
+    assert call("train", "--variants", "llsa", side=8) == 0
+    assert call("train", "--variants", "llsa 1 level,llsa raster") == 0
+    assert call("report", "--out", str(tmp_path)) == 0
+    rows = json.loads((tmp_path / "pixel_dit_study.json").read_text())["sides"]["16"]
+    assert rows["llsa 1 level"]["began_at_64"]
+    assert not rows["llsa raster"]["began_at_64"], "there are no such weights"
 
 
 def test_a_variant_that_fails_costs_no_other(study, call, tmp_path, monkeypatch):
