@@ -23,6 +23,7 @@ def replace_folder(out: Path, write: Callable[[Path], object], *, max_bytes: int
 
     Raises:
         DiffsieveError: the folder would be larger than `max_bytes`; nothing is replaced then.
+        OSError: it cannot be written, as on a full disk; nothing is replaced then, nothing is left.
     """
     partial, old = out.with_name(f".{out.name}.part"), out.with_name(f".{out.name}.old")
     if old.exists() and not out.exists():  # an earlier call was killed between the two renames
@@ -42,6 +43,10 @@ def replace_folder(out: Path, write: Callable[[Path], object], *, max_bytes: int
             os.replace(out, old)
         os.replace(partial, out)
         shutil.rmtree(old, ignore_errors=True)
+    except Exception as error:
+        if type(error).__name__ == "SafetensorError":  # its writer has no OSError for a full disk
+            raise OSError(f"{out} cannot be written: {error}") from error
+        raise
     finally:
         if old.exists() and not out.exists():  # broken off between the two renames
             os.replace(old, out)

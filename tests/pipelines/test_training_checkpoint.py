@@ -1,7 +1,11 @@
 """Checkpoints: whole or not at all, averaged weights, sets of shards."""
 
 import json
+import os
 import stat
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -36,9 +40,46 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     with pytest.raises(InterruptedWriteError):
         write_atomically(path, half)
     assert path.read_text() == "old"
+    assert [item.name for item in tmp_path.iterdir()] == ["a.txt"], "half of a file would keep a full disk full"
     write_atomically(path, lambda temporary: temporary.write_text("new"))
     assert path.read_text() == "new"
     assert [item.name for item in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a limit on the size of files")
+@pytest.mark.parametrize("what", ["state", "weights", "folder"])
+def test_a_full_disk_is_told_and_leaves_the_old_files(tmp_path, what):
+    """A process that may write no file above 20,000 bytes stands for a full disk: the system refuses in the middle."""
+    code = f"""
+        import resource, sys
+        from pathlib import Path
+        import torch
+        from safetensors.torch import save_file
+        from diffsieve.folders import replace_folder
+        from diffsieve.pipelines.training.checkpoint import save_state, save_weights
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        folder = Path(sys.argv[1])
+        def save(size):
+            tensors = {{"a": torch.zeros(size)}}
+            if {what!r} == "state":
+                save_state(folder, tensors)
+            elif {what!r} == "weights":
+                save_weights(folder, tensors, size)
+            else:
+                replace_folder(folder / "model", lambda part: save_file(tensors, part / "a.safetensors"))
+        save(10)
+        before = sorted((path.name, path.stat().st_size) for path in folder.rglob("*"))
+        try:
+            save(100_000)
+        except OSError as error:
+            print(error)
+        assert sorted((path.name, path.stat().st_size) for path in folder.rglob("*")) == before
+    """
+    run = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    ended = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "File too large" in ended.stdout
+    assert {"state": "state.pt", "weights": "weights-", "folder": "model cannot be written"}[what] in ended.stdout
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2, 3], ids=["first-shard", "second-shard", "third-shard", "index"])

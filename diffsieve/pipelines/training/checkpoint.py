@@ -59,15 +59,25 @@ class AveragedWeights:
 
 
 def write_atomically(path: Path, save: Any) -> None:
-    """Call `save(temporary_path)` and move the result to `path`, so that a reader sees the old file or the new one."""
+    """Call `save(temporary_path)` and move the result to `path`, so that a reader sees the old file or the new one.
+
+    Raises:
+        OSError: the file cannot be written, as on a full disk; it names the file. The old one stays, nothing is left.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    save(temporary)
-    # safetensors makes files that only their owner may read
-    temporary.chmod(_NEW_FILE_MODE)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        save(temporary)
+        # safetensors makes files that only their owner may read
+        temporary.chmod(_NEW_FILE_MODE)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)  # half of a file would keep a full disk full
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -77,7 +87,18 @@ def write_json(path: Path, value: Any) -> None:
 
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Write the complete state of a stage; replaces the one before."""
-    write_atomically(folder / STATE_FILE, lambda temporary: torch.save({"format": FORMAT, **state}, temporary))
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as file:
+            try:
+                torch.save({"format": FORMAT, **state}, file)
+            except RuntimeError as error:
+                # on a full disk PyTorch's writer tells of its own position, and not what the file said
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
+
+    write_atomically(folder / STATE_FILE, write)
 
 
 def load_state(folder: Path, device: torch.device) -> dict[str, Any] | None:
@@ -101,7 +122,7 @@ def save_weights(folder: Path, tensors: Mapping[str, torch.Tensor], step: int, m
     A checkpoint can then pass through a channel that limits the size of a file. The names carry the step and
     `weights.json` is replaced last, so the folder holds one complete set at any moment.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -115,7 +136,7 @@ def save_weights(folder: Path, tensors: Mapping[str, torch.Tensor], step: int, m
     names = []
     for index, shard in enumerate(shards):
         names.append(f"weights-{step:07d}-{index:02d}.safetensors")
-        write_atomically(folder / names[-1], lambda temporary, shard=shard: save_file(shard, temporary))
+        write_atomically(folder / names[-1], lambda temporary, shard=shard: temporary.write_bytes(save(shard)))
     write_json(folder / WEIGHTS_FILE, {"step": step, "files": names})
     _remove_other_shards(folder, names)
 
