@@ -13,7 +13,13 @@ from PIL import Image
 from diffsieve import PixelDiTPipeline, UserInputError, load_pipeline
 from diffsieve.errors import DiffsieveError
 from diffsieve.pipelines.training.checkpoint import load_weights
-from diffsieve.pipelines.training.pixel_dit.config import ImagePhase, PixelStageConfig, PixelTrainConfig
+from diffsieve.pipelines.training.pixel_dit.config import (
+    SHAPES,
+    ImagePhase,
+    PixelModelConfig,
+    PixelStageConfig,
+    PixelTrainConfig,
+)
 from diffsieve.pipelines.training.pixel_dit.export import model_card
 from diffsieve.pipelines.training.pixel_dit.images import ImageSet, load_images
 from diffsieve.pipelines.training.pixel_dit.loss import flow_loss, sample_times
@@ -364,6 +370,16 @@ def test_training_learns(tmp_path, data):
     train_pixel_dit(tmp_path, data, config)
     curve = [loss for _, loss in losses(tmp_path)]
     assert sum(curve[-10:]) / 10 < 0.85 * curve[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "classes", "millions"), [("S", 1000, 33), ("B", 1000, 130), ("L", 1000, 458), (None, 9, 5.5)]
+)
+def test_the_published_shapes_and_the_embedded_one(shape, classes, millions):
+    """DiT-S, B and L have 33, 130 and 458 M parameters (Peebles and Xie 2023, table 1)."""
+    with torch.device("meta"):
+        model = build_transformer(PixelModelConfig(**SHAPES.get(shape, {})), 128, classes)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
 @pytest.mark.parametrize(
