@@ -45,6 +45,12 @@ def ba_att() -> list:
     return launches()
 
 
+def block_mass() -> list:
+    from tests.kernels.block_mass_cases import launches
+
+    return launches()
+
+
 def llsa() -> list:
     from tests.kernels.llsa_triton_cases import launches
 
@@ -65,7 +71,7 @@ def norm_silu() -> list:
     return launches_of(norm_silu_kernels, run)
 
 
-LAUNCHES: dict[str, Callable[[], list]] = {f.__name__: f for f in (block_sparse, ba_att, llsa, norm_silu)}
+LAUNCHES: dict[str, Callable[[], list]] = {f.__name__: f for f in (block_sparse, ba_att, block_mass, llsa, norm_silu)}
 
 
 def kernels() -> set[str]:
