@@ -20,3 +20,9 @@ TRITON_CASES = [
     replace(BASE, gain=4.0),
     replace(BASE, gain=16.0),
 ]
+
+_ONE_KEY = AttentionCase(kv_heads=1, len_q=130, len_k=200, gain=200.0)
+ONE_KEY_CASES = [
+    replace(_ONE_KEY, dim=dim, density=density, variable=variable)
+    for dim, density, variable in ((64, 0.5, False), (64, 1.0, True), (128, 0.5, True), (128, 1.0, False))
+]

@@ -16,7 +16,8 @@ import torch
 from diffsieve.kernels import testing
 from diffsieve.kernels.block_sparse import block_sparse_attention, choose_backend
 from diffsieve.kernels.block_sparse.triton_backend import block_sparse_attention_triton
-from tests.kernels.cases import TRITON_CASES
+from tests.kernels.cases import ONE_KEY_CASES, TRITON_CASES
+from tests.kernels.interpreted_contraction import contract_products
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -44,6 +45,24 @@ def measure(case: testing.AttentionCase, dtype: torch.dtype) -> dict[str, object
             "layout": out.stride() == torch.empty_like(inputs.query).stride(),
         }
     return result
+
+
+def measure_one_key(case: testing.AttentionCase, dtype: torch.dtype) -> dict[str, float]:
+    """`same` is the share of numbers that equal the exact ones, rounded; the error of the log-sum-exp is relative."""
+    inputs = testing.make_inputs(case, dtype=dtype)
+    exact, exact_lse = testing.exact_attention(inputs, block_size=case.block_size)
+    with testing.poisoned_memory():
+        out, lse = block_sparse_attention(
+            *inputs.tensors(), block_size=case.block_size, backend="triton", return_lse=True
+        )
+    if not torch.equal(lse.isfinite(), exact_lse.isfinite()):
+        return {"error": float("inf")}
+    return {
+        "error": testing.error_ratio(out, exact),
+        "bound": testing.one_key_bound(dtype),
+        "same": (out == exact.to(dtype)).double().mean().item(),
+        "lse_error": (lse / exact_lse - 1)[lse.isfinite()].abs().max().item(),
+    }
 
 
 def out_of_range() -> dict[str, bool]:
@@ -75,4 +94,9 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     report = {f"{case}-{name}": measure(case, dtype) for case in TRITON_CASES for name, dtype in DTYPES.items()}
-    json.dump({"cases": report, "out_of_range": out_of_range(), "choices": choices()}, sys.stdout)
+    report = {"cases": report, "out_of_range": out_of_range(), "choices": choices()}
+    contract_products()
+    report["one_key"] = {
+        f"{case}-{name}": measure_one_key(case, dtype) for case in ONE_KEY_CASES for name, dtype in DTYPES.items()
+    }
+    json.dump(report, sys.stdout)

@@ -90,6 +90,22 @@ def test_error_is_at_most_twice_that_of_dense_attention(backend, case, dtype):
     assert testing.error_ratio(alone, exact) <= bound
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("density", [0.5, 1.0])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_error_where_one_key_takes_all_of_the_weight(backend, dim, density, dtype):
+    case = AttentionCase(heads=2, len_q=300, len_k=450, dim=dim, block_size=64, density=density, gain=200.0)
+    inputs = testing.make_inputs(case, dtype=DTYPES[dtype])
+    exact, exact_lse = testing.exact_attention(inputs, block_size=64)
+    out, lse = attend(inputs, case, backend, return_lse=True)
+    # The torch backend has two ways, with and without the log-sum-exp; each must be right by itself.
+    for result in (out, attend(inputs, case, backend)):
+        assert testing.error_ratio(result, exact) <= testing.one_key_bound(DTYPES[dtype])
+        assert (result == exact.to(result.dtype)).double().mean() > 0.99
+    assert ((lse - exact_lse).abs() <= exact_lse.abs() * 1e-6).all()
+
+
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_all_blocks_equal_dense_attention(backend):
     case = replace(BASE, density=1.0)

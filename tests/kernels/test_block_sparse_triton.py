@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffsieve.kernels.block_sparse.tiles import TileConfig, select_tile
-from tests.kernels.cases import TRITON_CASES
+from tests.kernels.cases import ONE_KEY_CASES, TRITON_CASES
 from tests.kernels.compiling import SHARED_MEMORY
 from tests.kernels.own_process import run_script
 
@@ -33,6 +33,16 @@ def test_interpreted_error_is_at_most_twice_that_of_dense_attention(interpreted,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("case", ONE_KEY_CASES, ids=str)
+def test_interpreted_result_where_one_key_takes_all_of_the_weight(interpreted, case, dtype):
+    result = interpreted["one_key"][f"{case}-{dtype}"]
+    assert result["error"] <= result["bound"]
+    assert result["same"] > 0.995
+    assert result["lse_error"] <= 1e-6
+
+
+@pytest.mark.slow
 def test_interpreted_lists_out_of_range_read_nothing_outside(interpreted):
     assert all(interpreted["out_of_range"].values()), interpreted["out_of_range"]
 
@@ -52,7 +62,8 @@ def _compile(arch: int, dtype: str, dim: int, block_size: int, tile: TileConfig,
     constants: dict[str, object] = {
         "BLOCK_SIZE": block_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEAD_DIM": dim, "BLOCK_D": dim,
         "HAS_COUNT": True, "STORE_LSE": True, "USE_DESCRIPTOR": descriptors, "PRECISION": "ieee",
-        "NUM_STAGES": tile.num_stages, "stride_qd": 1, "stride_kd": 1, "stride_vd": 1, "stride_od": 1,
+        "NUM_STAGES": tile.num_stages, "SUBTRACT_FIRST": True, "flags": None,
+        "stride_qd": 1, "stride_kd": 1, "stride_vd": 1, "stride_od": 1,
     }  # fmt: skip
     types = {"out": f"*{dtype}", "lse": "*fp32", "block_index": "*i32", "block_count": "*i32", "scale_log2": "fp32"}
     for name, rows in (("query", tile.block_m), ("key", tile.block_n), ("value", tile.block_n)):
@@ -124,6 +135,29 @@ def test_error_on_a_gpu(case, dtype):
     bound = testing.error_bound(testing.masked_sdpa(inputs, block_size=case.block_size), exact)
     assert testing.error_ratio(out, exact) <= bound
     assert testing.lse_error(lse, exact_lse) <= testing.lse_bound(single_lse, exact_lse)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("density", [0.5, 1.0])
+@pytest.mark.parametrize(("dim", "block_size"), [(64, 128), (128, 128), (64, 64), (128, 64)])
+def test_error_where_one_key_takes_all_of_the_weight_on_a_gpu(dim, block_size, density, dtype):
+    from diffsieve.kernels import testing
+    from diffsieve.kernels.block_sparse import block_sparse_attention
+
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    case = testing.AttentionCase(
+        heads=2, len_q=2000, len_k=2000, dim=dim, block_size=block_size, density=density, gain=200.0
+    )
+    inputs = testing.make_inputs(case, dtype=torch_dtype, device="cuda")
+    options = {"block_size": block_size, "backend": "triton", "return_lse": True}
+    with testing.poisoned_memory():
+        (out, lse), (again, _) = (block_sparse_attention(*inputs.tensors(), **options) for _ in range(2))
+    exact, exact_lse = testing.exact_attention(inputs, block_size=block_size)
+    assert testing.error_ratio(out, exact) <= testing.one_key_bound(torch_dtype)
+    assert (out == exact.to(torch_dtype)).double().mean() > 0.99
+    assert ((lse - exact_lse).abs() <= exact_lse.abs() * 1e-6).all()
     assert torch.equal(out, again)
 
 

@@ -3,6 +3,11 @@
 Legend: BM queries per program, BN keys per step, D head dimension padded to a power of two. One program computes BM
 rows of one query block: exact online softmax over the kept key blocks, in base 2, accumulated in fp32.
 
+A weight is exp2((s - max) * c), s a product of a query and a key and c the scale in base 2. So the largest one of a row
+is exactly 1, however large s is: the other way, exp2(s * c - max * c), is one instruction less, but rounds the second
+product and not the first. From logits near 10^5 on the largest weight then is off 1 by up to 0.003. That cancels out of
+weights over their sum until rounding weights to 16 bits, for the product with the values, undoes it in one of the two.
+
 The lists are ascending, so the short block at the end of the keys can only be the last entry: the main loop needs no
 mask on the logits. Entries out of range are clamped, and loads never pass the true lengths.
 """
@@ -23,6 +28,7 @@ from .tuned_tiles import tuned_tile
 
 _LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
+_MAX_EXPONENT = tl.constexpr(2.0**13)
 
 
 @triton.jit
@@ -47,17 +53,17 @@ def _load_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _online_softmax_step(  # type: ignore[no-untyped-def]
-    b_q, b_k, b_v, b_acc, b_max, b_sum, start, len_k, scale_log2,
+    b_q, b_k, b_v, b_acc, b_max, b_sum, start, len_k, inner, outer,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add BN keys to the running output [BM, D], row maxima [BM] (base-2 logits) and row sums [BM]."""
+    """Add BN keys to the running output [BM, D], row maxima [BM] of products times `inner`, and row sums [BM]."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
     if MASKED:
         o_n = start + tl.arange(0, BLOCK_N)
         b_s = tl.where((o_n < len_k)[None, :], b_s, float("-inf"))
-    b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale_log2)
-    b_p = tl.exp2(b_s * scale_log2 - b_new[:, None])
-    b_alpha = tl.exp2(b_max - b_new)
+    b_new = tl.maximum(b_max, tl.max(b_s, 1) * inner)
+    b_p = tl.exp2((b_s * inner - b_new[:, None]) * outer)
+    b_alpha = tl.exp2((b_max - b_new) * outer)
     b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision=PRECISION)
     return b_acc, b_new, b_sum
@@ -66,7 +72,7 @@ def _online_softmax_step(  # type: ignore[no-untyped-def]
 # Lengths and list widths must not cause a new compilation, whatever they are multiples of.
 @triton.jit(do_not_specialize=["heads_per_kv", "len_q", "len_k", "width"])
 def block_sparse_fwd_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, out, lse, block_index, block_count, scale_log2,
+    query, key, value, out, lse, flags, block_index, block_count, scale_log2,
     stride_qb, stride_qh, stride_ql, stride_qd,
     stride_kb, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vh, stride_vl, stride_vd,
@@ -75,7 +81,7 @@ def block_sparse_fwd_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_COUNT: tl.constexpr, STORE_LSE: tl.constexpr, USE_DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, SUBTRACT_FIRST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
@@ -84,6 +90,12 @@ def block_sparse_fwd_kernel(  # type: ignore[no-untyped-def]
     batch_head = batch.to(tl.int64) * tl.num_programs(1) + head
     list_row = batch_head * tl.cdiv(len_q, BLOCK_SIZE) + row // BLOCK_SIZE
     list_start = block_index + list_row * width
+    if flags is not None:
+        flags += batch_head * tl.num_programs(0) + tl.program_id(0)
+        if SUBTRACT_FIRST:
+            flagged = tl.load(flags)
+            if flagged == 0:
+                return
     if HAS_COUNT:
         kept = tl.minimum(tl.maximum(tl.load(block_count + list_row), 0), width)
     else:
@@ -93,6 +105,9 @@ def block_sparse_fwd_kernel(  # type: ignore[no-untyped-def]
         query, batch, head, row, len_q, stride_qb, stride_qh, stride_ql, stride_qd,
         BLOCK_M, HEAD_DIM, BLOCK_D, USE_DESCRIPTOR,
     )  # fmt: skip
+    # A weight is exp2((s * inner - max) * outer): the scale goes before the maximum is subtracted, or after.
+    inner = 1.0 if SUBTRACT_FIRST else scale_log2
+    outer = scale_log2 if SUBTRACT_FIRST else 1.0
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -113,7 +128,7 @@ def block_sparse_fwd_kernel(  # type: ignore[no-untyped-def]
             BLOCK_N, HEAD_DIM, BLOCK_D, USE_DESCRIPTOR,
         )  # fmt: skip
         b_acc, b_max, b_sum = _online_softmax_step(
-            b_q, b_k, b_v, b_acc, b_max, b_sum, start, len_k, scale_log2, BLOCK_N, False, PRECISION
+            b_q, b_k, b_v, b_acc, b_max, b_sum, start, len_k, inner, outer, BLOCK_N, False, PRECISION
         )
     for step in tl.range(0, tail * STEPS, num_stages=1):
         start = full_blocks * BLOCK_SIZE + step * BLOCK_N
@@ -126,9 +141,13 @@ def block_sparse_fwd_kernel(  # type: ignore[no-untyped-def]
             BLOCK_N, HEAD_DIM, BLOCK_D, USE_DESCRIPTOR,
         )  # fmt: skip
         b_acc, b_max, b_sum = _online_softmax_step(
-            b_q, b_k, b_v, b_acc, b_max, b_sum, start, len_k, scale_log2, BLOCK_N, True, PRECISION
+            b_q, b_k, b_v, b_acc, b_max, b_sum, start, len_k, inner, outer, BLOCK_N, True, PRECISION
         )
 
+    if flags is not None and not SUBTRACT_FIRST:
+        # NaN fails the comparison. Rows without any kept block have the sum 0, and no maximum.
+        b_large = tl.where(b_sum == 0.0, 0, tl.where(tl.abs(b_max) < _MAX_EXPONENT, 0, 1))
+        tl.store(flags, tl.max(b_large, 0))
     # A row without any kept block has sum 0: output 0, log-sum-exp -inf.
     b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
     o_m = row + tl.arange(0, BLOCK_M)
@@ -138,7 +157,7 @@ def block_sparse_fwd_kernel(  # type: ignore[no-untyped-def]
     mask = (o_m < len_q)[:, None] & (o_d < HEAD_DIM)[None, :]
     tl.store(pointers, b_acc.to(out.dtype.element_ty), mask=mask)
     if STORE_LSE:
-        b_lse = tl.where(b_sum == 0.0, float("-inf"), (b_max + tl.log2(b_sum)) * _LN_2)
+        b_lse = tl.where(b_sum == 0.0, float("-inf"), (b_max * outer + tl.log2(b_sum)) * _LN_2)
         tl.store(lse + batch_head * len_q + o_m, b_lse, mask=o_m < len_q)
 
 
@@ -159,11 +178,14 @@ def block_sparse_attention_triton(
     return_lse: bool,
     tile: TileConfig | None = None,
     use_descriptors: bool | None = None,
+    second_launch: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Same meaning as `reference.block_sparse_attention_reference`; the log-sum-exp is None unless asked for.
 
     Args:
         tile: overrides those that were tuned for this GPU (`tuned_tiles`) and the table of `tiles.py`.
+        second_launch: weights by exp2(s * c - max * c), and those programs again with a row maximum above 2^13, where
+            that would show in 16 bits.
         use_descriptors: tensor descriptors (TMA) or plain pointers; by default descriptors where the strides allow
             them and the tensor cores read shared memory. On others (sm_120) they would keep the queries in registers.
     """
@@ -191,16 +213,19 @@ def block_sparse_attention_triton(
             _descriptor(value, tile.block_n),
         ]
     grid = (cdiv(len_q, tile.block_m), heads, batch)
+    flags = query.new_empty((batch, heads, grid[0]), dtype=torch.int32) if second_launch else None
     with torch.cuda.device_of(query):
-        block_sparse_fwd_kernel[grid](
-            *sources, out, lse, block_index, block_count, scale * _LOG2_E,
-            *query.stride(), *key.stride(), *value.stride(), *out.stride(),
-            heads // kv_heads, len_q, len_k, block_index.shape[-1],
-            BLOCK_SIZE=block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            HEAD_DIM=dim, BLOCK_D=padded_dim,
-            HAS_COUNT=block_count is not None, STORE_LSE=return_lse, USE_DESCRIPTOR=use_descriptors,
-            PRECISION="ieee", NUM_STAGES=tile.num_stages, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+        for subtract_first in (False, True) if second_launch else (True,):
+            block_sparse_fwd_kernel[grid](
+                *sources, out, lse, flags, block_index, block_count, scale * _LOG2_E,
+                *query.stride(), *key.stride(), *value.stride(), *out.stride(),
+                heads // kv_heads, len_q, len_k, block_index.shape[-1],
+                BLOCK_SIZE=block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+                HEAD_DIM=dim, BLOCK_D=padded_dim,
+                HAS_COUNT=block_count is not None, STORE_LSE=return_lse, USE_DESCRIPTOR=use_descriptors,
+                PRECISION="ieee", NUM_STAGES=tile.num_stages, SUBTRACT_FIRST=subtract_first,
+                num_warps=tile.num_warps, num_stages=tile.num_stages,
+            )  # fmt: skip
     return out, lse
 
 
