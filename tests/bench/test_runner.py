@@ -127,6 +127,21 @@ def test_legs_add_up_and_the_baseline_is_measured_in_each(run):
     assert (outcome["done"], outcome["missing"], len(log)) == (6, 0, before)
 
 
+def test_the_baselines_are_a_piece_of_work_of_their_own(run):
+    """With them the first row would be the longest, and a leg would end that has time for more of the others."""
+    log = []
+
+    class Noted(Deadline):
+        def end(self):
+            super().end()
+            log.append("end")
+
+    run(_operation({"base": 0.0, "a": 0.0, "b": 0.0}, log=log), Noted(None))
+    pieces = [set(piece.split()) for piece in " ".join(log).split("end") if piece.strip()]
+    # On a CPU the baseline is called again beside each of the others.
+    assert pieces == [{"base"}, {"base", "a"}, {"base", "b"}]
+
+
 def test_failed_rows_are_tried_again(run):
     run(_operation({"base": 0.0, "mended": 2.0}))
     outcome, data, _ = run(_operation({"base": 0.0, "mended": 0.0}))
