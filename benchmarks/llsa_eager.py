@@ -6,7 +6,8 @@ Writes `llsa_eager.json` (default folder `benchmarks/results/<gpu>`). First ever
 gradients against the torch backend in fp32 on the same lists, two runs bit for bit, and calls repeated by their
 launches (`diffsieve/kernels/replay.py`) against whole ones, on other inputs, bit for bit. What
 fails gets no figure. Times are medians in ms, bf16, B 2, H 4, D 64, block 16, topk 8, two levels. `host_ms` is what the
-host needs for a call, from 200 calls that wait for nothing.
+host needs for a call, from 200 calls that wait for nothing. `memory` is the peak of a repeated forward and backward, as
+`diffsieve bench llsa` has it, to 1,048,576 tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,12 +28,14 @@ from llsa_tiles import Problem
 from torch import Tensor
 
 from diffsieve.bench.config import BenchConfig
+from diffsieve.bench.operations import llsa as operation
 from diffsieve.bench.timer import Timer
 from diffsieve.kernels import replay
 from diffsieve.kernels.llsa import llsa_attention
 from tests.kernels.llsa_triton_cases import repeated_equals_whole
 
 LENGTHS = (16_384, 65_536)
+MEMORY_LENGTHS = (16_384, 65_536, 262_144, 1_048_576)
 
 
 def host_ms(call: Callable[[], object]) -> float:
@@ -50,7 +54,9 @@ def measure(length: int, timer: Timer) -> dict[str, Any]:
     problem = Problem(length, 2)
     row: dict[str, Any] = {"tokens": length, "levels": 2, "check": problem.check()}
     row["repeated"] = repeated_equals_whole("cuda", length, all_kinds=False)
-    row["ok"] = row["check"]["ok"] and all(row["repeated"].values())
+    row["ok"] = row["check"]["ok"] and all(
+        found == {"same bits": True, "repeated": 3} for found in row["repeated"].values()
+    )
     if not row["ok"]:
         return row
     leaves = [x.detach() for x in problem.leaves()]
@@ -61,6 +67,17 @@ def measure(length: int, timer: Timer) -> dict[str, Any]:
     for name, call in (("forward", forward), ("forward_backward", problem.both)):
         row[name] = {**timer.eager(call)[0], **timer.graph(call), "host_ms": host_ms(call)}
     return row
+
+
+def memory(config: BenchConfig) -> dict[str, Any]:
+    """By tokens; levels are those of "auto"."""
+    found = {}
+    for problem in operation.problems(replace(config, tokens=MEMORY_LENGTHS)):
+        inputs, levels = problem.build(), problem.details["levels"]
+        operation.memory(inputs, levels)  # a first call is not repeated, and keeps all its memory
+        found[problem.name] = operation.memory(inputs, levels)["memory"]
+        del inputs
+    return found
 
 
 def main() -> None:
@@ -79,7 +96,10 @@ def main() -> None:
         "triton": triton.__version__,
         "rows": [],
     }
-    timer = Timer(BenchConfig(folder, device="cuda", budget_ms=300.0))
+    config = BenchConfig(folder, device="cuda", budget_ms=300.0)
+    timer = Timer(config)
+    report["memory"] = memory(config)
+    print(json.dumps(report["memory"]), flush=True)
     for length in LENGTHS:
         if time.perf_counter() - started > options.seconds:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,6 +82,7 @@ class Timer:
         """Memory that a call needs beyond what is there before it, result included, in MiB; `None` on a CPU."""
         if not self.on_gpu:
             return None
+        gc.collect()  # what the call itself would set free on the way is not its memory
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)

@@ -169,12 +169,7 @@ class _Call:
         self.n_results = len(results)
         self.scratch_bytes = 0
         origins = {i: (i, 0) for i in range(n_inputs)}
-        for i, x in enumerate(made):
-            if i in own:
-                origins[n_inputs + i] = n_inputs + 1 + own.index(i), 0
-            else:
-                origins[n_inputs + i] = n_inputs, self.scratch_bytes
-                self.scratch_bytes += -(-x.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+        origins |= {n_inputs + i: (n_inputs + 1 + own.index(i), 0) for i in own}
 
         constants: list[Any] = []
         addresses: list[tuple[int, int]] = []
@@ -188,6 +183,10 @@ class _Call:
                 kind, arg = tuples, [enter(x) for x in arg]
             elif isinstance(arg, Tensor):
                 number, offset = recording.place(arg)
+                if number not in origins:  # only what a launch takes needs room
+                    origins[number] = n_inputs, self.scratch_bytes
+                    n_bytes = made[number - n_inputs].untyped_storage().nbytes()
+                    self.scratch_bytes += -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
                 origin, begin = origins[number]
                 kind, arg = addresses, (origin, begin + offset)
             kind.append(arg)

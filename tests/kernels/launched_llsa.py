@@ -21,6 +21,7 @@ from triton.runtime import driver
 
 from diffsieve.kernels import replay
 from diffsieve.kernels.llsa import triton_calls
+from diffsieve.kernels.llsa.levels import kept_per_level, level_lengths
 
 
 class Launch(NamedTuple):
@@ -86,6 +87,8 @@ def select_inputs(misaligned: int = -1, layout: str = "bhld", shared: bool = Fal
     if shared:
         x = random(1, 2, 700, 64)
         return [x, x, x]
+    if layout == "fused":
+        return list(random(1, 700, 6, 64).transpose(1, 2).split(2, 1))
     tensors = [random(1, 2, 700, 64) if layout == "bhld" else random(1, 700, 2, 64).transpose(1, 2) for _ in range(3)]
     if misaligned >= 0:
         tensors[misaligned] = random(1 + 2 * 700 * 64)[1:].view(1, 2, 700, 64)
@@ -114,9 +117,11 @@ def launches(function: Callable[..., Any], inputs: Sequence[Tensor | None], opti
     return list(LAUNCHES), results
 
 
-def same(function: Any, make: Callable[[], Sequence[Tensor | None]], options: Any) -> dict[str, bool]:
+def same(
+    function: Any, make: Callable[[], Sequence[Tensor | None]], options: Any, repeated_by: Any = None
+) -> dict[str, bool]:
     """Whether a repeated call launches what a whole call does, each at its own tensors."""
-    repeated_by = partial(replay.replayed, function)
+    repeated_by = repeated_by or partial(replay.replayed, function)
     launches(repeated_by, make(), options)  # recorded
     inputs, other = make(), make()
     # All that is made stays alive, so that an address means one tensor.
@@ -135,6 +140,7 @@ def same(function: Any, make: Callable[[], Sequence[Tensor | None]], options: An
     known = [(a, b) for a, b in zip((*inputs, *results), (*other, *other_results), strict=True) if a is not None]
     expected = {a.data_ptr(): b.data_ptr() for a, b in known}
     sizes: dict[int, int] = {}
+    storages = [a.untyped_storage().data_ptr() for a in inputs if a is not None]
     values = True
     for one, two in zip(whole, again, strict=True):
         for a, b in zip(one.args, two.args, strict=True):
@@ -145,6 +151,8 @@ def same(function: Any, make: Callable[[], Sequence[Tensor | None]], options: An
             values &= places.setdefault(a.data_ptr(), address) == address
             values &= expected.get(a.data_ptr(), address) == address
             sizes[address] = a.untyped_storage().nbytes() - a.storage_offset() * a.element_size()
+            if storages.count(a.untyped_storage().data_ptr()) > 1:  # inputs that share memory lie in one another
+                sizes[address] = a.element_size()
             values &= (a.data_ptr() % 16 == 0) == (address % 16 == 0)
             if a.untyped_storage().data_ptr() in zeros_made:
                 sizes[address] = a.numel() * a.element_size()
@@ -156,6 +164,41 @@ def same(function: Any, make: Callable[[], Sequence[Tensor | None]], options: An
         for a, b in zip(results, other_results, strict=True)
     )
     return found
+
+
+def differentiate(tensors: Sequence[Tensor], levels: int, *options: Any) -> Any:
+    """`triton_calls.differentiate` with the arguments of `_differentiate`."""
+    rest = tensors[7:]
+    return triton_calls.differentiate(*tensors[:7], rest[:levels], rest[levels:], *options)
+
+
+def memory_ratio(length: int, levels: int) -> float:
+    """Memory of a repeated forward and backward at the end of the backward, where it is most.
+
+    Over that of queries, keys, values, output, their gradients and the lists. B 2, H 4, D 64, block 16, topk 8, bf16.
+    """
+    replay._CALLS.clear()
+    # Nobody writes to these: they take addresses and no memory.
+    query, key, value, grad_out = (torch.empty(2, 4, length, 64, dtype=torch.bfloat16) for _ in range(4))
+    kept: list[Tensor] = []
+    for _ in range(2):
+        found = triton_calls.select(
+            query, key, value, 16, kept_per_level([8] * levels, level_lengths(length, 16, levels), 16)
+        )
+        lists, pooled = found[:levels], found[levels:]
+        out, lse = triton_calls.attend(query, key, value, lists, pooled, *ATTEND[1:])
+        with torch.no_grad():
+            grads = triton_calls.differentiate(
+                grad_out, None, query, key, value, out, lse, lists, pooled, *ATTEND[1:], True
+            )
+        kept = [query, key, value, grad_out, out, lse, *grads, *pooled]
+    calls = list(replay._CALLS.values())
+    assert len(calls) == 3
+    list_bytes = sum(x.nbytes for x in lists)
+    backward = calls[2]
+    zeros = sum(size.numel() * dtype.itemsize for size, _, dtype in backward.forms[backward.n_results :])
+    peak = sum(x.nbytes for x in kept) + list_bytes + backward.scratch_bytes + zeros
+    return peak / (8 * query.nbytes + list_bytes)
 
 
 def kernels(function: Any, inputs: Sequence[Tensor | None], options: Any) -> list[str]:
@@ -181,7 +224,7 @@ def with_a_copy(inputs: Sequence[Tensor], *options: Any) -> Any:
 
 def main() -> None:
     driver.set_active(Driver())
-    select, attend, differentiate = triton_calls._select, triton_calls._attend, triton_calls._differentiate
+    select, attend, backward = triton_calls._select, triton_calls._attend, triton_calls._differentiate
     nested = *ATTEND, True
     report: dict[str, Any] = {
         "same": {
@@ -190,8 +233,14 @@ def main() -> None:
             "select, misaligned": same(select, lambda: select_inputs(misaligned=1), SELECT),
             "attend": same(attend, attend_inputs, ATTEND),
             "attend, misaligned": same(attend, lambda: attend_inputs(misaligned=0), ATTEND),
-            "differentiate": same(differentiate, differentiate_inputs, nested),
-            "differentiate, with lse": same(differentiate, lambda: differentiate_inputs(grad_lse=True), nested),
+            "differentiate": same(backward, differentiate_inputs, nested),
+            "differentiate, with lse": same(backward, lambda: differentiate_inputs(grad_lse=True), nested),
+            # Slices of one tensor: their gradients cannot have the same strides, so the backward copies them.
+            "select, fused": same(select, lambda: select_inputs(layout="fused"), SELECT),
+            "attend, fused": same(attend, lambda: attend_inputs(layout="fused"), ATTEND),
+            "differentiate, fused": same(
+                backward, lambda: differentiate_inputs(layout="fused"), nested, repeated_by=differentiate
+            ),
         }
     }
     # A kernel for aligned tensors must not get others, nor the other way round.
@@ -206,7 +255,7 @@ def main() -> None:
     report["not repeated"] = {
         "operation": not is_repeated(with_an_operation, select_inputs, SELECT),
         "copy": not is_repeated(with_a_copy, select_inputs, SELECT),
-        "lists of unknown origin": not is_repeated(differentiate, differentiate_inputs, (*ATTEND, False)),
+        "lists of unknown origin": not is_repeated(backward, differentiate_inputs, (*ATTEND, False)),
     }
     hook = mock.Mock()
     knobs.runtime.launch_enter_hook.add(hook)
@@ -214,6 +263,7 @@ def main() -> None:
     knobs.runtime.launch_enter_hook.remove(hook)
     with mock.patch.object(replay, "_MOST_CALLS", 1):
         report["forgotten"] = is_repeated(attend, attend_inputs, ATTEND) and len(replay._CALLS) == 1
+    report["memory"] = {f"{n} tokens": memory_ratio(n, levels) for n, levels in ((16_384, 2), (262_144, 3))}
     json.dump(report, sys.stdout)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -113,7 +114,7 @@ def _ours(config: BenchConfig, levels: int, direction: str) -> Variant:
     def prepare(inputs: Inputs) -> Prepared:
         attend = partial(llsa_attention, block_size=BLOCK, topk=TOPK, levels=levels)
         call = _call(attend, inputs, direction)
-        extra = partial(_memory, inputs, levels) if config.on_gpu and direction == _BOTH else None
+        extra = partial(memory, inputs, levels) if config.on_gpu and direction == _BOTH else None
         return Prepared(call, partial(_check, inputs, levels, direction), extra=extra)
 
     details = {"method": "LLSA", "direction": direction}
@@ -186,12 +187,13 @@ def _check_dense(attend: Callable[..., Any], inputs: Inputs, direction: str) -> 
     return {"error": errors, "bound": _bounds(inputs.query.dtype, errors)}
 
 
-def _memory(inputs: Inputs, levels: int) -> dict[str, Any]:
+def memory(inputs: Inputs, levels: int) -> dict[str, Any]:
     """Peak of forward and backward, inputs and results included, over what these and the lists take."""
     lists = hierarchical_topk(inputs.query.detach(), inputs.key.detach(), block_size=BLOCK, topk=TOPK, levels=levels)
     list_bytes = sum(x.numel() * x.element_size() for x in lists)
     del lists
     one = inputs.query.numel() * inputs.query.element_size()
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -206,7 +206,7 @@ def enriched_attention_bwd_triton(
         for level in range(levels + 1)
     }
 
-    query, key, value = (_with_own_memory(x) for x in (query, key, value))
+    query, key, value = (with_own_memory(x) for x in (query, key, value))
     grad_query = torch.empty_like(query)
     delta = torch.empty_like(lse)
     coarse_keys, coarse_values, lists, widths = _levels(query, k_pyramid, v_pyramid, indices, enrich)
@@ -392,10 +392,17 @@ def _is_wide(x: Tensor) -> bool:
     return (x.shape[2] - 1) * x.stride(2) + (x.shape[3] - 1) * x.stride(3) >= 2**31
 
 
-def _with_own_memory(x: Tensor) -> Tensor:
-    """`x`, or a copy where its gradient cannot have the same strides: the kernels write one with those of the input."""
-    like = torch.empty_like(x)
-    return x if like.stride() == x.stride() else like.copy_(x)
+def with_own_memory(x: Tensor) -> Tensor:
+    """`x`, or a copy where its gradient cannot have the same strides: the kernels write one with those of the input.
+
+    So it is where `x` has gaps, as a slice of fused queries, keys and values, or elements that share memory.
+    """
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return torch.empty_like(x).copy_(x)
+        expected *= size
+    return x
 
 
 def _coarse(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from .triton_backend import (
     enriched_attention_fwd_triton,
     hierarchical_topk_triton,
     pyramids_triton,
+    with_own_memory,
 )
 
 
@@ -40,6 +41,8 @@ def differentiate(
     block_size: int, scale: float, enrich: bool, disjoint: bool, nested: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value, not always in their memory order. Arguments as in the op."""
+    # Here, as launches alone cannot repeat a copy.
+    query, key, value = (with_own_memory(x) for x in (query, key, value))
     tensors = grad_out, grad_lse, query, key, value, out, lse, *indices, *pooled
     options = len(indices), block_size, scale, enrich, disjoint, nested
     grad_query, grad_key, grad_value = replayed(_differentiate, tensors, *options)
