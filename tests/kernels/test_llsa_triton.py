@@ -3,10 +3,13 @@
 import importlib.util
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from diffsieve.kernels import testing
 from diffsieve.kernels.llsa.tiles import backward_key_tile, backward_query_tile, forward_tile
 from tests.kernels.compiling import SHARED_MEMORY, compile_launch
 from tests.kernels.llsa_triton_cases import CASES, launches, measure, not_a_number, op_contract, out_of_range
@@ -145,6 +148,43 @@ def test_every_tile_fits_its_block(block_size, element_size):
 )
 def test_errors_on_a_gpu(case, dtype):
     _assert_within(measure(case, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CASES[0], heads=2, length=1030, dim=32, block_size=16, topk=8, levels=2),
+        replace(CASES[0], heads=2, length=1030, dim=64, block_size=16, topk=8, levels=2, disjoint=True),
+        replace(CASES[0], heads=2, length=200, dim=128, block_size=64, topk=1),
+    ],
+    ids=str,
+)
+def test_errors_in_fp32_on_a_gpu(case):
+    _assert_within(measure(case, torch.float32, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_disjoint_with_all_kept_is_dense_attention_on_a_gpu(levels):
+    from diffsieve.kernels.llsa import llsa_attention
+
+    generator = torch.Generator("cuda").manual_seed(testing.SEED)
+    inputs = [torch.randn(2, 3, 300, 64, generator=generator, device="cuda").bfloat16() for _ in range(4)]
+    results = []
+    for attend, dtype in (
+        (
+            partial(llsa_attention, block_size=8, topk=99, levels=levels, disjoint=True, backend="triton"),
+            torch.bfloat16,
+        ),
+        (scaled_dot_product_attention, torch.bfloat16),
+        (scaled_dot_product_attention, torch.float64),
+    ):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs[:3]]
+        out = attend(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, inputs[3].to(dtype))])
+    for name, ours, dense, exact in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+        assert testing.error_ratio(ours, exact) <= testing.error_bound(dense, exact), name
 
 
 @pytest.mark.gpu
