@@ -34,7 +34,6 @@ def main() -> None:
     for name in ("gpu", "torch", "triton"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--command", default="pytest -m gpu -v")
-    parser.add_argument("--commit", help="of the code that was tested")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     log = options.log.read_text(encoding="utf-8")
@@ -44,7 +43,6 @@ def main() -> None:
         parser.error(f"no outcome of {' or '.join(options.tests)} in {options.log}: is it a log of pytest -v?")
     report = {
         "command": options.command,
-        "commit": options.commit,
         "gpu": options.gpu,
         "versions": {"python": python[1], "torch": options.torch, "triton": options.triton},
         "outcomes": Counter(tests.values()),

@@ -226,31 +226,30 @@ def cpu_table() -> str:
 def llsa_table() -> str:
     """Time of LLSA against dense attention on an H200, as a Markdown table."""
     report = _result("h200/bench/llsa.json")
-    sizes = report["settings"]
+    sizes, versions = report["settings"], report["versions"]
     return "\n".join(
         [
             f"{report['device']}, bf16, B {sizes['batch']}, H {sizes['heads']}, D {sizes['dim']}, "
-            f"blocks of {sizes['block_size']}, topk {sizes['topk']}; times in ms",
-            f"(`diffsieve bench llsa` measures such a table; figures of `{_script(report)}`, commit "
-            f"{report['origin']['commit']}):",
+            f"blocks of {sizes['block_size']}, topk {sizes['topk']}; times in ms, all of one run",
+            f"(torch {versions['torch']}, Triton {versions['triton']}; {tables_of_bench.source(report)}):",
             "",
             tables_of_bench.llsa_table(report),
-            "",
-            f"Dense attention at {_listed_tokens(report)} tokens is of an earlier run on a card of the same type with "
-            "the same software.",
         ]
     )
 
 
-def _script(report: dict[str, Any]) -> str:
-    script: str = report["origin"]["command"].split()[1]
-    return script
-
-
-def _listed_tokens(report: dict[str, Any]) -> str:
-    """Lengths at which rows are of another run than the others of their file."""
-    *others, last = (f"{n:,}" for n in sorted({row["tokens"] for row in report["rows"] if "origin" in row}))
-    return f"{', '.join(others)} and {last}"
+def llsa_tests() -> str:
+    """How many GPU tests of LLSA passed, and which did not."""
+    report = _result("h200/llsa_tests.json")
+    versions, counts = report["versions"], report["outcomes"]
+    others = [
+        f"`{test.split('::')[1]}` ({outcome})" for test, outcome in report["tests"].items() if outcome != "passed"
+    ]
+    text = (
+        f"GPU tests of LLSA on one {report['gpu']} (torch {versions['torch']}, Triton {versions['triton']}; "
+        f"`{report['command']}`): {counts.get('passed', 0)} of {len(report['tests'])} passed"
+    )
+    return f"{text}; not {', '.join(others)}." if others else f"{text}."
 
 
 def mini_wan_table() -> str:
@@ -320,6 +319,7 @@ def tables() -> dict[str, str]:
         "hopper-rates": hopper_rates_table(),
         "dense-lengths": dense_lengths_table(),
         "ba-att-steps": steps_table(),
+        "llsa-tests": llsa_tests(),
         "llsa-results": llsa_table(),
         "mini-wan-results": mini_wan_table(),
         "reproduction": reproduction_table(),
