@@ -350,8 +350,8 @@ def _distance(problem: Problem, density: float, chosen: dict[str, Forms]) -> dic
 
 def time_calibration(problem: Problem) -> float:
     call = partial(
-        ba_att.calibrate_orders, problem.query, problem.key, grid_thw=problem.grid, density=0.5, block_size=BLOCK,
-        score="residual",
+        ba_att.calibrate_orders, problem.query, problem.key, problem.value, grid_thw=problem.grid, density=0.5,
+        block_size=BLOCK, score="residual", compensate="centroid",
     )  # fmt: skip
     found: float = triton.testing.do_bench(call, warmup=5, rep=40, return_mode="median")
     return round(found, 3)

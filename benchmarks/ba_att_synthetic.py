@@ -28,7 +28,12 @@ GROUPS = {
 
 
 def recalls_of_head(
-    q: torch.Tensor, k: torch.Tensor, grid: tuple[int, int, int], window: int, densities: list[float]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grid: tuple[int, int, int],
+    window: int,
+    densities: list[float],
 ) -> dict[str, list[float]]:
     """Recall per density of every recipe on one head."""
     rows: dict[str, list[float]] = {}
@@ -55,8 +60,8 @@ def recalls_of_head(
                 default[name] = rows[f"{label} / centred"]
     chosen = []
     for number, density in enumerate(densities):
-        recall = ba_att.calibrate_orders(q, k, grid_thw=grid, density=density, block_size=BLOCK, window=window)
-        name = ba_att.CANDIDATE_ORDERS[int(ba_att.choose_orders(recall)[0])]
+        errors = ba_att.calibrate_orders(q, k, v, grid_thw=grid, density=density, block_size=BLOCK, window=window)
+        name = ba_att.CANDIDATE_ORDERS[int(ba_att.choose_orders(errors)[0])]
         chosen.append(default[name][number])
     rows["calibrated / centred"] = chosen
     rows["best_order / centred"] = [max(values) for values in zip(*default.values(), strict=True)]
@@ -92,8 +97,8 @@ def main() -> None:
         for name in names:
             per_seed = []
             for seed in args.seeds:
-                q, k, _ = synthetic_head(name, grid, flat=group == "flat", seed=seed)
-                per_seed.append(recalls_of_head(q, k, grid, args.window, densities))
+                q, k, v = synthetic_head(name, grid, flat=group == "flat", seed=seed)
+                per_seed.append(recalls_of_head(q, k, v, grid, args.window, densities))
                 print(f"{group} {name} seed {seed}: {time.perf_counter() - start:.0f} s", flush=True)
             by_head[name] = {row: torch.tensor([one[row] for one in per_seed]) for row in per_seed[0]}
         recipes = by_head[names[0]]

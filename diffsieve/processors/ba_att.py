@@ -67,7 +67,7 @@ class BAAttProcessor:
         # Updated in place: no wait for the device, and no new graph under torch.compile.
         self._counters = torch.zeros(len(COUNTERS), dtype=torch.int64)
         self._dense_counts = torch.zeros(len(COUNTERS), dtype=torch.int64)
-        self._recall = torch.zeros(0)
+        self._order_errors = torch.zeros(0)
         # On the CPU on every device: the kernels read it without a wait (see `token_orders`).
         self._orders: torch.Tensor | None = None
         self._timer: StageTimer | None = None
@@ -124,7 +124,7 @@ class BAAttProcessor:
         bound._original, bound._family, bound._record = original, family, record
         if config.calibrates:
             orders = (CANDIDATE_ORDERS.index(FALLBACK_ORDER),) * heads
-            bound._recall = torch.zeros(heads, len(CANDIDATE_ORDERS) + 1)
+            bound._order_errors = torch.zeros(heads, len(CANDIDATE_ORDERS) + 1)
         if orders is not None:
             bound._orders = torch.tensor(orders, device="cpu")
         bound._selection, bound._attention = kernel_arguments(
@@ -208,10 +208,15 @@ class BAAttProcessor:
 
     @torch.no_grad()
     def _calibrate(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> None:
-        query, key, _ = self._project(family, attn, hidden_states, rotary_emb)
-        recall = calibrate_orders(query, key, grid_thw=self._grid, backend=self.config.backend, **self._selection)
+        errors = calibrate_orders(
+            *self._project(family, attn, hidden_states, rotary_emb),
+            grid_thw=self._grid,
+            compensate=self.config.compensate,
+            backend=self.config.backend,
+            **self._selection,
+        )
         # The last column counts the calls, so that the mean over the branches of guidance needs no other state.
-        self._recall.add_(F.pad(recall, (0, 1), value=1.0).to(self._recall.device))
+        self._order_errors.add_(F.pad(errors, (0, 1), value=1.0).to(self._order_errors.device))
 
 
 def kernel_arguments(

@@ -1,4 +1,4 @@
-"""The table (layer, head) -> token order: chosen from recalls, read from a dict or file, written to a file."""
+"""The table (layer, head) -> token order: chosen from errors, read from a dict or file, written to a file."""
 
 import json
 import os
@@ -21,19 +21,19 @@ _VERSION = 1
 LayerOrders = dict[str, tuple[int, ...]]
 
 
-def choose_all_orders(recall: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_all_orders(errors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the order of every head from the sums of its calibrating calls.
 
     Args:
-        recall: (layers, H, C + 1), recalls of the C candidates summed over the calls, then the number of calls.
+        errors: (layers, H, C + 1), errors of the C candidates summed over the calls, then the number of calls.
 
     Returns:
         (layers, H) int64 order ids; (layers,) bool, True where the layer was measured. Unmeasured layers get the
         fallback order.
     """
-    layers, heads, _ = recall.shape
-    calls = recall[..., -1:]
-    chosen = choose_orders((recall[..., :-1] / calls.clamp(min=1)).flatten(0, 1)).view(layers, heads)
+    layers, heads, _ = errors.shape
+    calls = errors[..., -1:]
+    chosen = choose_orders((errors[..., :-1] / calls.clamp(min=1)).flatten(0, 1)).view(layers, heads)
     measured = calls[:, 0, 0] > 0
     fallback = torch.full_like(chosen, CANDIDATE_ORDERS.index(FALLBACK_ORDER))
     return torch.where(measured[:, None], chosen, fallback), measured

@@ -64,10 +64,9 @@ class BAAttConfig:
         warmup_until_timestep: The same in timesteps (usually 0 to 1000).
         dense_layers: (preset) Layers that always run dense, counted within each list of blocks; negative counts from
             the end. Early layers are often diffuse and lose most. (0,), or () in "paper".
-        order: (preset) Token order before cutting into blocks: "auto" (each head takes the candidate that kept the most
-            attention mass in the last dense step: best quality, for a measurement in each layer once a generation,
-            which costs less than a dense attention call at 75,000 tokens and several at 16,000 on a GPU) or the name
-            of one candidate for all heads. "auto", or "norm_sort" in "paper".
+        order: (preset) Token order before cutting into blocks: "auto" (each head takes the candidate whose output was
+            closest to dense on some of its rows in the last dense step: best quality, for a measurement in each layer
+            once a generation) or the name of one candidate for all heads. "auto", or "norm_sort" in "paper".
         orders: Saved table of orders, (layer -> orders of its heads), as a path from `save_orders` or a dict. Skips the
             calibration. Replaces `order`.
         window: Tokens in one window of the "hilbert_window" candidate, a multiple of `block_size`. None: about 3 % of

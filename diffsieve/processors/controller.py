@@ -154,7 +154,7 @@ class SparseController:
             layer.processor._timer = self._timer
             layer.processor._backend = layer.processor._backend_reason = None
             layer.processor._counters.zero_()
-            layer.processor._recall.zero_()
+            layer.processor._order_errors.zero_()
         self.warmup_too_long = steps is not None and warmup_steps >= steps
         if self.warmup_too_long:
             logger.warning(
@@ -171,7 +171,7 @@ class SparseController:
         self._step = self.clock.step
         if self._calibrating:
             for layer in self.layers:
-                layer.processor._recall.zero_()
+                layer.processor._order_errors.zero_()
 
     def _plan(self, *, first_step: bool) -> tuple[str | None, bool]:
         """Return (why the whole step is dense or None, whether it calibrates)."""
@@ -204,15 +204,15 @@ class SparseController:
             )
 
     def _choose_orders(self) -> None:
-        recall = torch.stack([layer.processor._recall for layer in self.layers])
+        errors = torch.stack([layer.processor._order_errors for layer in self.layers])
         # A wait for the device. NaN would choose silently and show in every later step.
-        if torch.isnan(recall).any():
-            bad = [layer.name for layer, sums in zip(self.layers, recall, strict=True) if torch.isnan(sums).any()]
+        if torch.isnan(errors).any():
+            bad = [layer.name for layer, sums in zip(self.layers, errors, strict=True) if torch.isnan(sums).any()]
             raise UserInputError(
                 f"attention inputs must be finite, got NaN in {self.name}.{bad[0]} (step {self._step - 1}); the dense "
                 "model produces NaN there too"
             )
-        self.chosen, self.measured = choose_all_orders(recall)
+        self.chosen, self.measured = choose_all_orders(errors)
         for layer, orders in zip(self.layers, self.chosen, strict=True):
             assert layer.processor._orders is not None
             layer.processor._orders.copy_(orders)
@@ -256,7 +256,7 @@ class SparseController:
             processor._grid, processor._to_raster, processor._from_raster = grid, to_raster, from_raster
             processor._dense_counts = torch.tensor([pairs, pairs, token_pairs, token_pairs, 0, 1, 0, 0], device=device)
             processor._counters = processor._counters.to(device)
-            processor._recall = processor._recall.to(device)
+            processor._order_errors = processor._order_errors.to(device)
 
     def _running_record(self) -> StepRecord:
         counters = torch.stack([layer.processor._counters for layer in self.layers])

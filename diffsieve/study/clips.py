@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,10 +24,10 @@ from ..compare.ticker import Ticker
 from ..eval import LoadedLpips
 from ..pipelines.loading import weights_digest
 from ..processors.warmup import dense_steps
-from .hindsight import Hindsight
+from .hindsight import BestOrders, errors_of_orders, mass_lost_by_orders, watching
 from .prompts import study_prompts
 from .report import CLIPS, CLIPS_SCHEMA, CLIPS_SETTINGS, write_report
-from .variants import FLOOR, VARIANTS, choose, config_of
+from .variants import FLOOR, ORDERS_CHOSEN_BY, VARIANTS, choose, config_of
 
 _WATCHED_STEPS = 3
 
@@ -155,12 +154,8 @@ def _run_item(
     """Make the dense clip and what is missing of the variants of one prompt and seed."""
     pipe, config = bench.pipe, bench.config
     deadline.begin()
-    densities = sorted({1.0 - s for name, s in todo if s is not None and VARIANTS[name].hindsight})
-    assert config.block_size is not None
-    hindsight = (
-        Hindsight(densities, config.block_size, config.backend) if densities and _one_transformer(pipe) else None
-    )
-    with hindsight.watching(pipe, _watched_steps(config)) if hindsight else nullcontext():
+    watchers = _watchers(config, todo) if _one_transformer(pipe) else {}
+    with watching(pipe, watchers.values()):
         dense = generate_clip(pipe, config, prompt=prompt, seed=seed, name="dense", to_cpu=False)
     deadline.end()
     for name, sparsity in todo:
@@ -173,19 +168,25 @@ def _run_item(
                 clip = generate_clip(pipe, config, prompt=prompt, seed=seed, name=name, to_cpu=False)
             record |= {"kernel": kernel} | _measured(bench, dense, clip)
         else:
-            record |= _variant(bench, name, sparsity, prompt, seed, dense, hindsight)
+            record |= _variant(bench, name, sparsity, prompt, seed, dense, watchers)
         lines.append(record)
         deadline.end()
         _tell(bench, record)
 
 
 def _variant(
-    bench: _Bench, name: str, sparsity: float, prompt: str, seed: int, dense: Clip, hindsight: Hindsight | None
+    bench: _Bench,
+    name: str,
+    sparsity: float,
+    prompt: str,
+    seed: int,
+    dense: Clip,
+    watchers: Mapping[str, BestOrders],
 ) -> dict[str, Any]:
     from ..processors import sparse_attention, sparsity_summary, use_custom_selection
 
     pipe, config, variant = bench.pipe, bench.config, VARIANTS[name]
-    if variant.hindsight and hindsight is None:
+    if variant.watch is not None and variant.watch not in watchers:
         return {"skipped": "the pipeline has two transformers: which steps would be whose is not known beforehand"}
     assert config.warmup is not None
     assert config.block_size is not None
@@ -197,7 +198,7 @@ def _variant(
         warmup=config.warmup,
         block_size=config.block_size,
         backend=config.backend,
-        orders=hindsight.table(1.0 - sparsity) if variant.hindsight and hindsight else None,
+        orders=None if variant.watch is None else watchers[variant.watch].table(1.0 - sparsity),
     )
     if isinstance(attention, str):
         return {"skipped": attention}
@@ -241,6 +242,7 @@ def _settings(config: StudyConfig, pipe: Any) -> dict[str, Any]:
         "weights": weights_digest(pipe),
         "scheduler": type(pipe.scheduler).__name__,
         "tokens": _num_tokens(pipe, config),
+        "orders_chosen_by": ORDERS_CHOSEN_BY,
         "environment": {key: place[key] for key in ("versions", "device", "device_name", "vae_dtype", "pipeline")},
     }
 
@@ -258,12 +260,26 @@ def _num_tokens(pipe: Any, config: RunConfig) -> int:
     return math.prod(size // factor for size, factor in zip(sizes, patch, strict=True))
 
 
-def _watched_steps(config: StudyConfig) -> tuple[int, ...]:
-    """Sparse steps whose errors decide the hindsight: the first, the middle and the last."""
+def _watchers(config: StudyConfig, todo: Sequence[Task]) -> dict[str, BestOrders]:
+    """Return what has to watch the dense run, by `Variant.watch`.
+
+    Errors decide the hindsight in the first, the middle and the last sparse step.
+    """
     assert config.steps is not None
     assert config.warmup is not None
-    first = min(dense_steps(config.warmup, config.steps), config.steps - 1)
-    return tuple(spread(range(first, config.steps), _WATCHED_STEPS))
+    assert config.block_size is not None
+    warm = dense_steps(config.warmup, config.steps)
+    first = min(warm, config.steps - 1)
+    kinds = {
+        "error": (errors_of_orders, spread(range(first, config.steps), _WATCHED_STEPS)),
+        "recall": (mass_lost_by_orders, [max(0, warm - 1)]),
+    }
+    watchers = {}
+    for kind, (losses, steps) in kinds.items():
+        densities = sorted({1.0 - s for name, s in todo if s is not None and VARIANTS[name].watch == kind})
+        if densities:
+            watchers[kind] = BestOrders(losses, steps, densities, config.block_size, config.backend)
+    return watchers
 
 
 def _one_transformer(pipe: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from .bound import bound_and_deviation, correlation
 from .captured import Captured, captured_files, read_captured, read_facts
 from .mass import block_mass, kept_share
 from .report import RECALL, RECALL_SCHEMA, RECALL_SETTINGS, write_report
-from .variants import VARIANTS, choose, config_of
+from .variants import ORDERS_CHOSEN_BY, VARIANTS, choose, config_of
 
 # Orders in which the bound of the paper is compared: as it comes, and after its sort (ascending).
 _BOUND_ORDERS = ("raster", "norm_sort")
@@ -78,7 +78,7 @@ def study_recall(
     """Measure every variant on every captured call after the warm-up, one line each in `recall-<shard>.jsonl`.
 
     A line holds, head by head: the recall (share of the exact attention mass in the kept blocks), the error of the
-    output (distance from dense attention over its norm), the recall that the calibration predicted, and the
+    output (distance from dense attention over its norm), what the calibrating step promised of both, and the
     correlation of the paper's bound with the true deviation in raster order and after the norm sort.
 
     Args:
@@ -96,7 +96,7 @@ def study_recall(
     """
     shard, deadline = shard or Shard(), deadline or Deadline(None)
     chosen = choose(config.suites, config.variants, config.sparsities)
-    pairs = [(name, sparsity) for name, sparsity in chosen if not VARIANTS[name].hindsight]  # the best of "order ..."
+    pairs = [(name, sparsity) for name, sparsity in chosen if VARIANTS[name].watch is None]  # others watch a run
     device = resolve_device(config.device)
     check_writable(config.out)
     groups = _groups(config)
@@ -107,6 +107,7 @@ def study_recall(
         "block_size": config.block_size,
         "backend": config.backend,
         "pairs": [list(pair) for pair in pairs],
+        "orders_chosen_by": ORDERS_CHOSEN_BY,
         "environment": {
             "versions": versions(),
             "device": device.type,
@@ -121,7 +122,7 @@ def study_recall(
     ticker = Ticker(len(own - finished), progress)
     with line_writer(config.out / f"{RECALL}-{shard.index}.jsonl") as lines:
         for group in mine:
-            calibration = _Calibration(group.calibrating, device)
+            calibration = _Calibration(group.calibrating, device, config.block_size)
             for path in group.later:
                 name = path.relative_to(config.captures).as_posix()
                 if name in finished or deadline.passed:
@@ -214,9 +215,9 @@ def _measure(
             if not calibration.possible:
                 row["skipped"] = "the step in which BA-Att calibrates was not captured"
                 continue
-            orders, predicted = calibration.of(selection)
+            orders, predicted = calibration.of(attention, selection)
             row["orders"] = [CANDIDATE_ORDERS[i] for i in orders.tolist()]
-            row["predicted"] = _numbers(predicted)
+            row["predicted"] = {name: _numbers(values) for name, values in predicted.items()}
         custom = None if variant.custom is None else variant.custom(captured.number)
         result = ba_attention(
             query,
@@ -276,30 +277,57 @@ class _Masses:
 
 
 class _Calibration:
-    """Orders of the heads of one layer in one clip and their recall, as BA-Att finds them in the last dense step."""
+    """Orders of the heads of one layer in one clip, as BA-Att finds them in the last dense step, and what they promise.
 
-    def __init__(self, paths: Sequence[Path], device: torch.device) -> None:
-        self._paths, self._device = paths, device
-        self._captured: list[Captured] | None = None
-        self._found: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+    Promised are the error that the calibration measured on its rows, and the recall of the chosen orders in that step.
+    """
+
+    def __init__(self, paths: Sequence[Path], device: torch.device, block_size: int) -> None:
+        self._paths, self._device, self._block_size = paths, device, block_size
+        self._captured: list[tuple[Captured, _Masses]] | None = None
+        self._found: dict[Any, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
 
     @property
     def possible(self) -> bool:
         """Whether that step was captured."""
         return bool(self._paths)
 
-    def of(self, selection: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return orders (H,) and recall (H,) for arguments of `calibrate_orders`, each computed once."""
-        place = tuple(sorted((k, v) for k, v in selection.items() if k not in ("text_prefix", "text_suffix")))
+    def of(self, attention: BAAttConfig, selection: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return orders (H,), and the "error" and "recall" (H,) promised; each computed once.
+
+        Args:
+            attention: settings of the variant.
+            selection: its arguments of the selection.
+        """
+        place = (attention.compensate, *sorted(item for item in selection.items() if not item[0].startswith("text_")))
         if place not in self._found:
             if self._captured is None:  # once for all variants and steps
-                self._captured = [read_captured(path, self._device) for path in self._paths]
-            recall = torch.stack(
-                [calibrate_orders(x.query, x.key, grid_thw=x.grid_thw, **selection) for x in self._captured]
-            ).mean(0)
-            orders = choose_orders(recall)
-            self._found[place] = orders, recall.gather(-1, orders[:, None])[:, 0]
+                files = [read_captured(path, self._device) for path in self._paths]
+                self._captured = [(x, _Masses(x, self._block_size)) for x in files]
+            self._found[place] = self._calibrate(self._captured, attention, selection)
         return self._found[place]
+
+    @staticmethod
+    def _calibrate(
+        captured: Sequence[tuple[Captured, _Masses]], attention: BAAttConfig, selection: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        how: dict[str, Any] = {"compensate": attention.compensate, "backend": attention.backend, **selection}
+        tensors = [(x.query, x.key, x.value) for x, _ in captured]
+        grids = [x.grid_thw for x, _ in captured]
+        errors = torch.stack(
+            [calibrate_orders(*qkv, grid_thw=grid, **how) for qkv, grid in zip(tensors, grids, strict=True)]
+        ).mean(0)
+        orders = choose_orders(errors)
+        recalls = []
+        for (x, masses), qkv in zip(captured, tensors, strict=True):
+            result = ba_attention(*qkv, grid_thw=x.grid_thw, orders=orders.cpu(), return_info=True, **how)
+            assert isinstance(result, tuple)
+            mass = masses.of_orders(orders, attention)
+            recalls.append(kept_share(mass, result[1].block_index, result[1].block_count).mean(0))
+        return orders, {
+            "error": errors.gather(-1, orders[:, None])[:, 0].sqrt(),
+            "recall": torch.stack(recalls).mean(0),
+        }
 
 
 def _bounds(captured: Captured, block_size: int) -> dict[str, Any]:

@@ -59,13 +59,13 @@ def _row(
         "density": fmean(r["density"] for _, r in found),
     }
     if "predicted" in found[0][1]:
-        row["predicted"] = _predicted([r for _, r in found])
+        row["predicted"] = {name: _predicted([r for _, r in found], name) for name in ("error", "recall")}
     return row
 
 
-def _predicted(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _predicted(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     """Return what self-calibration said in the last dense step against what its choice got in later steps."""
-    pairs = [(p, r) for row in rows for p, r in zip(row["predicted"], row["recall"], strict=True)]
+    pairs = [(p, r) for row in rows for p, r in zip(row["predicted"][name], row[name], strict=True)]
     differences = [got - predicted for predicted, got in pairs]
     return {
         "predicted": fmean(predicted for predicted, _ in pairs),

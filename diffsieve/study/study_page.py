@@ -117,12 +117,12 @@ def _bound_note(order: str, figures: Mapping[str, Any]) -> str:
 
 
 def _calibration_note(row: Mapping[str, Any]) -> str:
-    found = row["predicted"]
-    return (
-        f"self-calibration of {row['variant']} at {100 * row['sparsity']:.4g} %: recall {found['predicted']:.3f} "
-        f"predicted in the last dense step, {found['got']:.3f} got in later ones; "
+    figures = [
+        f"{name} {found['predicted']:.3f} predicted in the last dense step, {found['got']:.3f} got in later ones, "
         f"{found['absolute_difference']:.3f} apart on average over heads"
-    )
+        for name, found in row["predicted"].items()
+    ]
+    return f"self-calibration of {row['variant']} at {100 * row['sparsity']:.4g} %: {'; '.join(figures)}"
 
 
 def _with_deviation(name: str, figures: Mapping[str, Any] | None) -> str:

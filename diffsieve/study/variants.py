@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import UserInputError
 from ..kernels.ba_att import CANDIDATE_ORDERS, CustomSelection, default_window
@@ -13,6 +13,9 @@ from .selections import antidiagonal, head_budgets, one_sided_sort, oracle, rand
 
 FLOOR = "noise floor"
 """Dense against dense with another kernel: what no method can be said to be better than."""
+
+ORDERS_CHOSEN_BY = "output error"
+"""What `default` calibrates by. Part of a study's settings: lines made with another criterion are not mixed in."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Variant:
         about: what it is, in a line.
         options: fields of `BAAttConfig` beside those that all variants share.
         custom: made anew for every layer (by its number) and clip, in place of a step of BA-Att.
-        hindsight: whether the orders come from the recall in the very steps that follow.
+        watch: what the orders of the heads are chosen by on all rows of the dense run, if not by calibration: "error",
+            their error in the very steps that are sparse, or "recall", the attention mass kept in the last dense step.
         window_factor: sorting window as a multiple of the usual one.
         equal_total: whether the sparse layers keep less, so that with the dense ones the total is that of the others.
         suites: that it belongs to.
@@ -32,7 +36,7 @@ class Variant:
     about: str
     options: Mapping[str, Any] = field(default_factory=dict)
     custom: Callable[[int], CustomSelection] | None = None
-    hindsight: bool = False
+    watch: Literal["error", "recall"] | None = None
     window_factor: int | None = None
     equal_total: bool = False
     suites: tuple[str, ...] = ("fidelity",)
@@ -76,7 +80,10 @@ VARIANTS: dict[str, Variant] = {
     "head budgets": Variant(
         "default, the blocks of a layer shared among its heads by predicted gain", custom=lambda layer: head_budgets()
     ),
-    "hindsight": Variant("default, orders of the heads by their error in later steps of the run", hindsight=True),
+    "hindsight": Variant("default, orders of the heads by their error in later steps of the run", watch="error"),
+    "order by recall": Variant(
+        "default, orders of the heads by the attention mass that they keep in the last dense step", watch="recall"
+    ),
     "antidiagonal 8": Variant("anti-diagonal sampling, stride 8", **_raster(lambda layer: antidiagonal(8))),
     "antidiagonal 16": Variant("anti-diagonal sampling, stride 16", **_raster(lambda layer: antidiagonal(16))),
     "random": Variant("blocks drawn at random", **_raster(random_blocks)),
@@ -159,7 +166,7 @@ def config_of(
         warmup: dense steps, a number or a share.
         block_size: tokens per block.
         backend: of the attention.
-        orders: table for `hindsight`.
+        orders: table for variants that `watch`.
     """
     options: dict[str, Any] = {"dense_layers": ()} | dict(variant.options)
     density = 1.0 - sparsity
@@ -170,7 +177,7 @@ def config_of(
             return f"{dense} dense of {num_layers} layers alone exceed a density of {1 - sparsity:.3g}"
     if variant.window_factor is not None:
         options["window"] = variant.window_factor * default_window(num_tokens, block_size)
-    if variant.hindsight:
+    if variant.watch is not None:
         options["orders"] = orders
     return BAAttConfig(
         density=round(density, 12),

@@ -15,7 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.ba_att import ba_attention, block_mask, calibrate_orders, calibration, forms
+from diffsieve.kernels.ba_att import ba_attention, block_mask, calibrate_orders, forms
 from diffsieve.kernels.ba_att.centroids import _add_skipped_op, add_centroids, add_skipped_fused
 from diffsieve.kernels.ba_att.fused import (
     _gather_moments_op,
@@ -27,7 +27,6 @@ from diffsieve.kernels.ba_att.fused import (
 from diffsieve.kernels.ba_att.ordering import _window_order_op
 from diffsieve.kernels.ba_att.reference import ba_attention_reference
 from diffsieve.kernels.ba_att.selection import skipped_blocks
-from diffsieve.kernels.block_sparse import BackendChoice
 from tests.kernels.ba_att_cases import CASES, BAAttCase, make_inputs, relative_error
 
 
@@ -139,12 +138,12 @@ def skipped_blocks_found() -> dict[str, dict[str, float]]:
 
 
 def calibration_difference(case: BAAttCase) -> float:
-    """Recalls from the fused gather, which a GPU takes, against those from PyTorch's."""
-    query, key, _ = make_inputs(case, torch.float16)
+    """Errors of the orders from the kernels that a GPU takes, against those from PyTorch's: the largest difference."""
+    inputs = make_inputs(case, torch.float16)
     options = {"grid_thw": case.grid, "density": case.density, "block_size": case.block_size}
-    plain = calibrate_orders(query, key, **options)
-    calibration.choose_backend = lambda *_, **__: BackendChoice("triton", "under test")
-    return float((calibrate_orders(query, key, **options) - plain).abs().max())
+    options |= {"compensate": "centroid", "score": "residual"}
+    plain = calibrate_orders(*inputs, **options)
+    return float(((calibrate_orders(*inputs, backend="triton", **options) - plain).abs() / plain).max())
 
 
 def compiled_difference(case: BAAttCase) -> float:

@@ -65,12 +65,12 @@ def test_options_compile_without_a_break(options, qkv):
 
 
 def test_calibration_compiles_without_a_break(qkv):
-    def function(query, key):
-        recall = calibrate_orders(query, key, grid_thw=GRID, density=0.5, block_size=32)
-        return recall, choose_orders(recall)
+    def function(query, key, value):
+        errors = calibrate_orders(query, key, value, grid_thw=GRID, density=0.5, block_size=32, compensate="centroid")
+        return errors, choose_orders(errors)
 
     compiled, counter = compile_counted(function, "aot_eager")
-    for got, expected in zip(compiled(*qkv[:2]), function(*qkv[:2]), strict=True):
+    for got, expected in zip(compiled(*qkv), function(*qkv), strict=True):
         assert torch.equal(got, expected)
     assert counter.frame_count == 1
 
@@ -85,8 +85,9 @@ def test_custom_ops(qkv):
         torch.library.opcheck(_order_table_op, (0, 0, 450, cpu), test_utils=check)
         table = torch.tensor([4, 3, 2, 0])
         torch.library.opcheck(_head_orders_op, (*qkv[:2], table, 5, 9, 10, 64, True, False), test_utils=check)
-        options = (GRID, 0.5, 32, 0.5, True, True, True, None, True, "moments", 0, 0, 0.25, 4, "auto")
-        torch.library.opcheck(_calibrate_op, (*qkv[:2], *options), test_utils=check)
+        for compensate in ("none", "centroid"):
+            options = (GRID, 0.5, 32, 0.5, True, True, True, None, True, compensate, "moments", 0, 0, 0.25, 4, "auto")
+            torch.library.opcheck(_calibrate_op, (*qkv, *options), test_utils=check)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """BA-Att's own Triton kernels: gather with moments, undoing the order, the centroid term, and the whole call."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -43,8 +45,9 @@ def test_compiled_whole_call(interpreted):
     assert interpreted["compiled"] < 1e-3
 
 
-def test_calibration_with_the_fused_gather(interpreted):
-    assert interpreted["calibration"] < 1e-6
+def test_calibration_with_the_kernels_of_a_gpu(interpreted):
+    # Both round outputs to fp16, each its own way: a small part of errors as large as these.
+    assert interpreted["calibration"] < 1e-3
 
 
 @pytest.mark.gpu
@@ -67,15 +70,19 @@ def test_whole_call_on_a_gpu(case, dtype, backend, kernels):
 
 
 @pytest.mark.gpu
-def test_calibration_on_a_gpu():
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_calibration_on_a_gpu(backend):
     case = CASES[1]
-    query, key, _ = make_inputs(case, torch.bfloat16)
+    inputs = make_inputs(case, torch.bfloat16)
     options = {"grid_thw": case.grid, "density": case.density, "block_size": case.block_size}
-    expected = calibrate_orders(query, key, **options)
-    found, again = (calibrate_orders(query.cuda(), key.cuda(), **options) for _ in range(2))
+    options |= {"compensate": "centroid", "score": "residual"}
+    expected = calibrate_orders(*inputs, **options)
+    found, again = (calibrate_orders(*(x.cuda() for x in inputs), backend=backend, **options) for _ in range(2))
     assert torch.equal(found, again)
     # Sums in another order may swap two blocks of nearly equal score, of the few that there are.
-    assert (found.cpu() - expected).abs().median() < 1e-5
+    assert ((found.cpu() - expected).abs() / expected).median() < 0.02
+    whole = torch.compile(partial(calibrate_orders, backend=backend, **options), fullgraph=True)
+    assert torch.equal(whole(*(x.cuda() for x in inputs)), found)
 
 
 @pytest.mark.gpu

@@ -169,11 +169,23 @@ def test_more_may_be_asked_for_later_but_not_something_else(pipe, study):
         study_clips(study(**config, warmup=0.5), pipe=pipe)
 
 
+def test_lines_of_another_calibration_are_refused(pipe, study):
+    config = study(suites=(), variants=("paper",), sparsities=(0.6,))
+    study_clips(config, pipe=pipe)
+    path = config.out / "clips.settings.json"
+    earlier = json.loads(path.read_text("utf-8"))
+    del earlier["settings"]["orders_chosen_by"]  # as written when recall was the criterion
+    path.write_text(json.dumps(earlier), "utf-8")
+    with pytest.raises(UserInputError, match="orders_chosen_by must be None to resume"):
+        study_clips(config, pipe=pipe)
+
+
 def test_two_transformers_have_no_hindsight(study):
-    config = study(suites=(), variants=("hindsight", "paper"), sparsities=(0.6,), floor=False)
+    config = study(suites=(), variants=("hindsight", "order by recall", "paper"), sparsities=(0.6,), floor=False)
     study_clips(config, pipe=wan_pipeline(two=True))
     skipped = {line["variant"]: line.get("skipped") for line in lines_of(config.out)}
     assert "two transformers" in skipped["hindsight"]
+    assert "two transformers" in skipped["order by recall"]
     assert skipped["paper"] is None
 
 

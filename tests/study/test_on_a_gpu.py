@@ -13,7 +13,10 @@ from diffsieve.study.selections import antidiagonal, head_budgets, oracle
 
 pytestmark = pytest.mark.gpu
 CLIP = {"frames": 13, "height": 192, "width": 192, "steps": 5, "seed": (0,), "device": "cuda"}
-VARIANTS = ("paper", "default", "hindsight", "head budgets", "oracle", "antidiagonal 16", "random", "sort keys")
+VARIANTS = (
+    "paper", "default", "hindsight", "order by recall", "head budgets", "oracle", "antidiagonal 16", "random",
+    "sort keys",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

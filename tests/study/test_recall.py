@@ -7,11 +7,12 @@ import torch
 
 from diffsieve.compare.shards import Deadline, Shard
 from diffsieve.errors import UserInputError
-from diffsieve.kernels.ba_att import CANDIDATE_ORDERS, ba_attention
+from diffsieve.kernels.ba_att import CANDIDATE_ORDERS, ba_attention, token_orders
 from diffsieve.processors import BAAttConfig, apply_sparse_attention, observe_attention, sparsity_summary
 from diffsieve.processors.ba_att import kernel_arguments
 from diffsieve.study import RecallConfig, capture, captured_files, read_captured, study_recall, write_report
-from diffsieve.study.hindsight import Hindsight
+from diffsieve.study.hindsight import BestOrders, errors_of_orders, mass_lost_by_orders, watching
+from diffsieve.study.mass import block_mass, kept_share
 from diffsieve.study.recall_table import summarize_recall
 from tests.tiny import HEADS, generate
 
@@ -93,7 +94,7 @@ def test_calibration_chooses_as_in_the_pipeline(config, pipe):
     for line in lines_of(config.out):
         row = next(r for r in line["rows"] if (r["variant"], r["sparsity"]) == ("default", 0.6))
         assert tuple(row["orders"]) == orders[line["layer"]]
-        assert len(row["predicted"]) == HEADS
+        assert {name: len(values) for name, values in row["predicted"].items()} == {"error": HEADS, "recall": HEADS}
 
 
 def test_the_summary_groups_and_compares(config):
@@ -106,9 +107,9 @@ def test_the_summary_groups_and_compares(config):
     assert set(default["by_layer"]) == {f"transformer.blocks.{n}" for n in range(3)}
     assert set(default["by_step"]) == {"1", "3", "4"}
     assert [len(values) for values in default["by_head"].values()] == [HEADS] * 3
-    predicted = default["predicted"]
-    assert predicted["got"] == pytest.approx(default["recall"]["mean"])
-    assert predicted["got_minus_predicted"]["mean"] == pytest.approx(predicted["got"] - predicted["predicted"])
+    for name, predicted in default["predicted"].items():
+        assert predicted["got"] == pytest.approx(default[name]["mean"])
+        assert predicted["got_minus_predicted"]["mean"] == pytest.approx(predicted["got"] - predicted["predicted"])
     best = rows["hindsight", 0.6]["recall"]["mean"]
     assert all(best >= rows[f"order {name}", 0.6]["recall"]["mean"] - 1e-9 for name in CANDIDATE_ORDERS)
     for order in ("raster", "norm_sort"):
@@ -145,25 +146,53 @@ def test_without_the_calibrating_step_the_reason_is_given(pipe, captures, tmp_pa
         write_report(tmp_path)
 
 
-def test_hindsight_takes_the_order_with_the_smallest_error(pipe):
-    hindsight, seen = Hindsight([0.4], 16, "auto"), []
-    with hindsight.watching(pipe, (2,)):
+def test_promises_are_error_and_recall_of_the_calibrating_step(config):
+    study_recall(config)
+    line = next(line for line in lines_of(config.out) if line["layer"] == "transformer.blocks.1")
+    row = next(r for r in line["rows"] if (r["variant"], r["sparsity"]) == ("default", 0.6))
+    path = next(path for path in captured_files(config.captures) if "blocks.1-step000" in path.name)
+    captured = read_captured(path)
+    tensors = captured.query, captured.key, captured.value
+    selection, rest = kernel_arguments(BAAttConfig(density=0.4, block_size=16), second_order=True)
+    dense = torch.nn.functional.scaled_dot_product_attention(*tensors)
+    for head, name in enumerate(row["orders"]):
+        out, info = ba_attention(
+            *tensors, grid_thw=captured.grid_thw, orders=name, return_info=True, **selection, **rest
+        )
+        order = token_orders(*tensors[:2], grid_thw=captured.grid_thw, orders=name, block_size=16)
+        mass = block_mass(*tensors[:2], order, block_size=16, scale=captured.scale)
+        # All three blocks of queries are measured.
+        error = (out - dense)[0, head].norm() / dense[0, head].norm()
+        assert row["predicted"]["error"][head] == pytest.approx(float(error), rel=1e-3)
+        recall = kept_share(mass, info.block_index, info.block_count)[0, head]
+        assert row["predicted"]["recall"][head] == pytest.approx(float(recall), abs=1e-5)
+
+
+@pytest.mark.parametrize("losses", [errors_of_orders, mass_lost_by_orders])
+def test_orders_of_the_dense_run_are_those_that_lose_least(losses, pipe):
+    watcher, seen = BestOrders(losses, (2,), [0.4], 16, "auto"), []
+    with watching(pipe, [watcher]):
         generate(pipe, steps=4)
     with observe_attention(pipe, seen.append, steps=(2,)):
         generate(pipe, steps=4)
-    table = hindsight.table(0.4)["transformer"]
+    table = watcher.table(0.4)["transformer"]
     assert set(table) == {f"blocks.{n}" for n in range(3)}
     calls = [call for call in seen if call.layer == "transformer.blocks.1"]
     assert len(calls) == 2  # both branches of guidance
+    selection, rest = kernel_arguments(BAAttConfig(density=0.4, block_size=16), second_order=True)
     for head in range(HEADS):
-        errors = {}
+        lost = dict.fromkeys(CANDIDATE_ORDERS, 0.0)
         for name in CANDIDATE_ORDERS:
-            config = BAAttConfig(density=0.4, block_size=16)
-            selection, rest = kernel_arguments(config, second_order=True)
-            errors[name] = 0.0
             for call in calls:
                 tensors = call.query, call.key, call.value
+                out, info = ba_attention(
+                    *tensors, grid_thw=call.grid_thw, orders=name, return_info=True, **selection, **rest
+                )
                 dense = torch.nn.functional.scaled_dot_product_attention(*tensors)[0, head]
-                out = ba_attention(*tensors, grid_thw=call.grid_thw, orders=name, **selection, **rest)[0, head]
-                errors[name] += float((out - dense).norm() / dense.norm())
-        assert table["blocks.1"][head] == min(errors, key=errors.get)
+                if losses is errors_of_orders:
+                    lost[name] += float((out[0, head] - dense).norm() / dense.norm())
+                    continue
+                order = token_orders(*tensors[:2], grid_thw=call.grid_thw, orders=name, block_size=16)
+                mass = block_mass(*tensors[:2], order, block_size=16, scale=tensors[0].shape[-1] ** -0.5)
+                lost[name] += 1 - float(kept_share(mass, info.block_index, None)[0, head])
+        assert lost[table["blocks.1"][head]] <= min(lost.values()) + 1e-6

@@ -229,10 +229,7 @@ def _extra(config: BenchConfig, tensors: tuple[Tensor, Tensor, Tensor], options:
         stages |= {"compensation": rest, "order undone": found["selection again"]}
     else:  # one kernel does both
         stages["compensation, order undone"] = rest
-    not_of_selection = ("orders", "compensate")
-    calibrate = partial(
-        calibrate_orders, *tensors[:2], **{name: x for name, x in options.items() if name not in not_of_selection}
-    )
+    calibrate = partial(calibrate_orders, *tensors, **{name: x for name, x in options.items() if name != "orders"})
     return {"stages_ms": stages, "calibration_ms": timer.eager(calibrate)[0]["ms"]}
 
 

@@ -1,28 +1,34 @@
-"""Which token order suits which head, measured on a few query blocks with exact attention."""
+"""Which token order suits which head: the one whose output is closest to dense attention on a few query blocks.
 
-from collections.abc import Sequence
-from typing import Literal
+Shapes: B batch, H query heads, Hkv key heads, L tokens, D channels, N blocks, R query blocks that are measured.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
 from diffsieve.errors import UserInputError
 
-from ..block_sparse import choose_backend
-from .fused import fuses, gather_with_statistics
+from ..block_sparse import block_sparse_attention, choose_backend
+from .centroids import add_centroids
+from .fused import fuses, gather_with_means, gather_with_statistics
 from .ordering import CANDIDATE_ORDERS, NEEDS_GRID, Grid, gather_tokens, token_orders
 from .scores import score_blocks
-from .selection import kept_blocks, select_blocks
-from .statistics import block_statistics, split_blocks
+from .selection import block_mask, kept_blocks, select_blocks
+from .statistics import block_statistics
 
 __all__ = ["calibrate_orders", "choose_orders"]
 
-# Attention weights of (probe rows x keys) held at a time (256 MiB in fp32).
-_CHUNK = 1 << 26
+# Query blocks measured for each candidate.
+PROBE_BLOCKS = 16
 
 
 def calibrate_orders(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     *,
     grid_thw: Grid | None,
     density: float,
@@ -33,31 +39,32 @@ def calibrate_orders(
     descending: bool = True,
     window: int | None = None,
     second_order: bool = True,
+    compensate: Literal["none", "centroid"] = "none",
     score: Literal["moments", "residual", "halfk"] = "moments",
     text_prefix: int = 0,
     text_suffix: int = 0,
     scale: float | None = None,
-    probe_blocks: int = 4,
+    probe_blocks: int = PROBE_BLOCKS,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Measure, per head and candidate order, the attention mass that the order's own selection keeps.
+    """Measure, per head and candidate order, how far the output of that order is from dense attention.
 
-    `probe_blocks` whole query blocks, spread evenly over the sequence in that order, attend to all keys exactly; the
-    recall is the share of their mass inside the key blocks that the selection keeps for them. Costs about
-    candidates * probe_blocks * block_size / (2 L) of one dense attention. Deterministic.
+    `probe_blocks` whole query blocks, spread evenly over the sequence in that order, attend to the keys that the order
+    makes them keep, with the compensation asked for, and to all keys. Costs about
+    (4 + 5 * density) * probe_blocks * block_size / L of one dense attention, and the sorts. Deterministic.
 
     Args:
         query: (B, H, L, D), after RoPE.
         key: (B, Hkv, L, D), after RoPE.
+        value: (B, Hkv, L, D).
         probe_blocks: query blocks measured per candidate, at least 1.
         text_prefix: text tokens before the video tokens; left out of the measurement, as are
         text_suffix: text tokens after the video tokens.
-        backend: that of the attention; with "torch" or "reference" no Triton kernel is used here either.
         grid_thw: as in `ba_attention`, like all other arguments.
 
     Returns:
-        (H, 5) fp32 in [0, 1], mean over the batch (the branches of guidance), in the order of `CANDIDATE_ORDERS`; -inf
-        where a candidate needs a grid and there is none.
+        (H, 5) fp32, |sparse - dense|^2 / |dense|^2 summed over the rows measured, mean over the batch (the branches of
+        guidance), in the order of `CANDIDATE_ORDERS`; infinity where a candidate needs a grid and there is none.
 
     Raises:
         UserInputError: `density` or `probe_blocks` out of range, or as `token_orders` (not checked while compiling).
@@ -71,6 +78,7 @@ def calibrate_orders(
     return _calibrate_op(
         query.detach(),
         key.detach(),
+        value.detach(),
         grid_thw,
         density,
         block_size,
@@ -80,6 +88,7 @@ def calibrate_orders(
         descending,
         window,
         second_order,
+        compensate,
         score,
         text_prefix,
         text_suffix,
@@ -89,19 +98,18 @@ def calibrate_orders(
     )
 
 
-def choose_orders(recall: torch.Tensor, tie_margin: float = 0.005) -> torch.Tensor:
-    """Choose the order of each head: the earliest candidate whose recall is less than `tie_margin` below the best.
+def choose_orders(errors: torch.Tensor, tie_margin: float = 0.02) -> torch.Tensor:
+    """Choose the order of each head: the earliest candidate whose error is at most `tie_margin` above the smallest.
 
     Args:
-        recall: (H, C), from `calibrate_orders`.
-        tie_margin: differences below it count as ties; recall units.
+        errors: (H, C), from `calibrate_orders`.
+        tie_margin: as a share of the smallest error.
 
     Returns:
-        (H,) int64 ids. A head whose recall holds NaN gets id 0.
+        (H,) int64 ids. A head whose errors hold NaN gets id 0.
     """
-    best = recall.max(dim=-1, keepdim=True).values
-    good = (best - recall < tie_margin) | (recall == best)
-    return good.int().argmax(dim=-1)
+    smallest = errors.min(dim=-1, keepdim=True).values
+    return (errors <= smallest * (1 + tie_margin)).int().argmax(dim=-1)
 
 
 # An operation of its own: it runs once a generation, and traced it would be hundreds of nodes per layer to compile.
@@ -109,6 +117,7 @@ def choose_orders(recall: torch.Tensor, tie_margin: float = 0.005) -> torch.Tens
 def _calibrate_op(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     grid: Sequence[int] | None,
     density: float,
     block_size: int,
@@ -118,6 +127,7 @@ def _calibrate_op(
     descending: bool,
     window: int | None,
     second_order: bool,
+    compensate: str,
     score: str,
     text_prefix: int,
     text_suffix: int,
@@ -127,17 +137,18 @@ def _calibrate_op(
 ) -> torch.Tensor:
     grid_thw = None if grid is None else (grid[0], grid[1], grid[2])
     video = slice(text_prefix, query.shape[2] - text_suffix)
-    query, key = query[:, :, video], key[:, :, video]
+    query, key, value = (x[:, :, video] for x in (query, key, value))
     heads, length = query.shape[1:3]
     chosen = choose_backend(query, key, block_size=block_size, backend=backend).name
     fused = chosen not in ("torch", "reference") and fuses(key, block_size)
     rows = min(block_size, length)
     probes = _probe_positions(length, rows, probe_blocks, query.device)
-    mass_of: dict[str, torch.Tensor] = {}
-    recalls = []
+    attend: Callable[..., Any] = partial(block_sparse_attention, block_size=block_size, scale=scale, backend=backend)
+    dense_of: dict[str, torch.Tensor] = {}
+    errors = []
     for name in CANDIDATE_ORDERS:
         if grid_thw is None and name in NEEDS_GRID:
-            recalls.append(torch.full((heads,), -torch.inf, device=query.device))
+            errors.append(torch.full((heads,), torch.inf, device=query.device))
             continue
         order = token_orders(
             query,
@@ -150,8 +161,7 @@ def _calibrate_op(
             fused=fused,
         )
         ordered_key, key_stats = gather_with_statistics(key, order.key, block_size, fused=fused)
-        probe_rows = probes if order.query is None else order.query[..., probes]
-        probe_query = gather_tokens(query, probe_rows)
+        probe_query = gather_tokens(query, probes if order.query is None else order.query[..., probes])
         scores = score_blocks(
             score,
             block_statistics(probe_query, rows),
@@ -165,13 +175,20 @@ def _calibrate_op(
             scale=scale,
         )
         kept = select_blocks(scores, kept_blocks(scores.shape[-1], density))
-
+        if compensate == "centroid":
+            ordered_value, value_mean = gather_with_means(value, order.key, block_size, fused=fused)
+            out, lse = attend(probe_query, ordered_key, ordered_value, kept, return_lse=True)
+            mask = block_mask(kept, None, scores.shape[-1])
+            inputs = (out, lse, probe_query, key_stats.mean, value_mean, key_stats.size, mask)
+            out, _ = add_centroids(*inputs, block_size=block_size, scale=scale)
+        else:
+            out = attend(probe_query, ordered_key, gather_tokens(value, order.key), kept)
         walk = "hilbert" if name == "hilbert_window" else name  # the two share their query order
-        if walk not in mass_of:
-            mass_of[walk] = _attention_mass(probe_query, key, rows, scale)
-        by_block = _sum_blocks(_ordered_mass(mass_of[walk], order.key), block_size)
-        recalls.append(by_block.gather(-1, kept.long()).sum(-1).mean((0, 2)).float())
-    return torch.stack(recalls, dim=1)
+        if walk not in dense_of:
+            every = torch.arange(scores.shape[-1], dtype=torch.int32, device=query.device)
+            dense_of[walk] = attend(probe_query, key, value, every.expand(scores.shape).contiguous())
+        errors.append(_relative_error(out, dense_of[walk]).mean(0))
+    return torch.stack(errors, dim=1)
 
 
 @_calibrate_op.register_fake
@@ -187,32 +204,8 @@ def _probe_positions(length: int, rows: int, probe_blocks: int, device: torch.de
     return (block[:, None] * rows + torch.arange(rows, device=device)).flatten()
 
 
-def _attention_mass(probe_query: torch.Tensor, key: torch.Tensor, rows: int, scale: float) -> torch.Tensor:
-    """Mean attention weight that each probe block pays to each key, (B, H, R, L)."""
-    batch, heads = probe_query.shape[:2]
-    dtype = torch.promote_types(key.dtype, torch.float32)
-    group = heads // key.shape[1]
-    heads_at_once = max(1, _CHUNK // (batch * rows * key.shape[2]))
-    parts = []
-    for head in range(0, heads, heads_at_once):
-        queries = probe_query[:, head : head + heads_at_once].to(dtype) * scale
-        source = torch.arange(head, head + queries.shape[1], device=key.device) // group
-        keys = key.index_select(1, source).to(dtype).transpose(-1, -2)
-        blocks = queries.split(rows, dim=2)
-        parts.append(torch.stack([torch.softmax(block @ keys, dim=-1).mean(dim=2) for block in blocks], dim=2))
-    return torch.cat(parts, dim=1)
-
-
-def _ordered_mass(mass: torch.Tensor, perm: torch.Tensor | None) -> torch.Tensor:
-    if perm is None:
-        return mass
-    if perm.dim() == 1:
-        return mass.index_select(-1, perm)
-    perm = perm.repeat_interleave(mass.shape[1] // perm.shape[1], dim=1)
-    return mass.gather(-1, perm[:, :, None].expand_as(mass))
-
-
-def _sum_blocks(mass: torch.Tensor, block_size: int) -> torch.Tensor:
-    whole, tail = split_blocks(mass.transpose(-1, -2), block_size)
-    sums = torch.cat([whole.sum(dim=3), tail.sum(dim=2, keepdim=True)], dim=2) if tail.shape[2] else whole.sum(dim=3)
-    return sums.transpose(-1, -2)
+def _relative_error(out: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    """|out - dense|^2 / |dense|^2 of each head, (B, H) fp32; 0 where both are 0."""
+    out, dense = out.float(), dense.float()
+    size = dense.square().sum((-1, -2)).clamp(min=torch.finfo(torch.float32).tiny)
+    return (out - dense).square().sum((-1, -2)) / size
