@@ -1,11 +1,12 @@
 """Steps of BA-Att around the attention kernel on a CUDA GPU, with tiles for `ba_att.forms` to choose among.
 
-    python benchmarks/ba_att_steps.py --out outputs/ba_att_steps
+    python benchmarks/ba_att_steps.py --out outputs/ba_att_steps [--steps centroids]
 
 Writes `ba_att_steps.json`. First each variant is checked against PyTorch, in processes of their own: one that fails is
 reported and not timed. Then steps are timed, and the whole call with the tiles in use and with the fastest of each
-step. Times are medians of CUDA graphs in ms, without the host's time; "floor" is the time that the bytes of a step (its
-arithmetic, for the centroids) take at best on an H200: 4.2 TB/s, 600 TFLOP/s.
+step. `--steps` names those whose other tiles are of interest; of the rest the tile in use is checked and timed. Times
+are medians of CUDA graphs in ms, without the host's time; "floor" is the time that the bytes of a step (its arithmetic,
+for the centroids) take at best on an H200: 4.2 TB/s, 600 TFLOP/s.
 """
 
 import argparse
@@ -21,12 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 
 from diffsieve.kernels import ba_att, testing
-from diffsieve.kernels.ba_att import forms
+from diffsieve.kernels.ba_att import attention, forms
 from diffsieve.kernels.ba_att.centroids import add_centroids, add_skipped_fused
 from diffsieve.kernels.ba_att.forms import CentroidTile, Forms, GatherTile, ScoreTile, WindowTile
 from diffsieve.kernels.ba_att.fused import gather_with_means, gather_with_statistics, scatter_tokens
@@ -43,23 +45,22 @@ BANDWIDTH, RATE = 4.2e12, 600e12
 WINDOWS = torch.tensor([3, 3, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
 TABLES = {"static": torch.arange(HEADS) % 3, "two windows": WINDOWS, "all candidates": torch.arange(HEADS) % 5}
 HOW = {"beta": 0.5, "center_keys": True, "log_count": True, "second_order": True, "scale": DIM**-0.5}
-VARIANTS: dict[str, list[Any]] = {
-    "gather": [GatherTile(*x) for x in ((8, 128), (4, 128), (4, 64), (2, 64), (2, 32), (1, 32))],
-    "gather_means": [GatherTile(*x) for x in ((8, 128), (4, 128), (4, 64), (2, 64))],
+OTHERS: dict[str, list[Any]] = {
+    "gather": [GatherTile(*x) for x in ((8, 128), (4, 128), (4, 64), (2, 32), (1, 32))],
+    "gather_means": [GatherTile(*x) for x in ((8, 128), (4, 64), (2, 64))],
     "scores": [
-        ScoreTile(64, 64, 32, 4, 3), ScoreTile(64, 64, 32, 4, 4), ScoreTile(64, 64, 32, 8, 3),
-        ScoreTile(128, 64, 32, 8, 3), ScoreTile(64, 64, 64, 4, 2), ScoreTile(64, 128, 32, 8, 3),
+        ScoreTile(64, 64, 32, 4, 4), ScoreTile(64, 64, 32, 8, 3), ScoreTile(128, 64, 32, 8, 3),
+        ScoreTile(64, 64, 64, 4, 2), ScoreTile(64, 128, 32, 8, 3),
     ],
-    "select_warps": [1, 2, 4],
-    "windows": [WindowTile(*x) for x in ((64, 32, 4), (64, 64, 4), (128, 32, 4), (32, 32, 4))],
-    "select_pairs": [False, True],
+    "select_warps": [1, 4],
+    "windows": [WindowTile(*x) for x in ((64, 32, 4), (64, 64, 4), (128, 32, 4))],
     "centroids": [
-        CentroidTile(64, 32, 4, 3, 128), CentroidTile(128, 32, 4, 3, None),
-        CentroidTile(64, 32, 4, 3, None, True), CentroidTile(64, 32, 4, 2, 128, True),
-        CentroidTile(128, 32, 8, 3, 128, True), CentroidTile(128, 32, 4, 3, None, True),
-        CentroidTile(64, 16, 4, 3, 128, True), CentroidTile(64, 16, 4, 4, 128, True),
+        CentroidTile(64, 64, 4, 2, 168, True), CentroidTile(128, 32, 8, 2, 128, True),
+        CentroidTile(64, 32, 4, 2, 168, True), Forms().centroids_elsewhere,
     ],
 }  # fmt: skip
+# The first of each step is in use.
+VARIANTS = {step: [getattr(Forms(), step), *tiles] for step, tiles in OTHERS.items()}
 
 
 class Problem:
@@ -242,7 +243,6 @@ def floors(grid: tuple[int, int, int]) -> dict[str, float]:
     tensor, pairs = 2 * HEADS * length * DIM, HEADS * blocks * blocks
     moved = {
         "gather": 2 * tensor, "gather_means": 2 * tensor, "scores": 4 * pairs, "select_warps": 8 * pairs,
-        "select_pairs": 8 * pairs,
         "windows": 2 * 2 * length * DIM + 2 * 8 * HEADS * length, "centroids": 3 * tensor,
     }  # fmt: skip
     found = {name: 1e3 * size / BANDWIDTH for name, size in moved.items()}
@@ -265,7 +265,7 @@ def time_steps(problem: Problem, checked: dict[str, dict[str, Any]]) -> dict[str
     centroids = {}
     for density in (0.25, 0.1):  # more blocks to stand in for
         problem.set_density(density)
-        for value in VARIANTS.get("centroids", []):
+        for value in VARIANTS["centroids"]:
             if "failed" not in checked["centroids"][str(value)]:
                 forms.FORMS = with_form("centroids", value)
                 call = problem.step("centroids")
@@ -278,25 +278,7 @@ def time_steps(problem: Problem, checked: dict[str, dict[str, Any]]) -> dict[str
         "their mean key": milliseconds(lambda: keys.mean(dim=2, keepdim=True, dtype=torch.float32)),
         "static order": milliseconds(partial(problem.orders, TABLES["static"])),
     }
-    found["values, scores and lists"] = {
-        "mean key alone": milliseconds(lambda: mean_key(problem.k_stats)),
-        "in turn": milliseconds(partial(values_scores_lists, problem, None)),
-        "values on a stream of their own": milliseconds(partial(values_scores_lists, problem, torch.cuda.Stream())),
-    }
-    return found
-
-
-def values_scores_lists(problem: Problem, side: torch.cuda.Stream | None) -> list[Any]:
-    """The gather of the values beside scores and choice of blocks, which do not need it."""
-    main = torch.cuda.current_stream()
-    stream = main if side is None else side
-    if side is not None:
-        side.wait_stream(main)
-    with torch.cuda.stream(stream):
-        values = problem.step("gather_means")()
-    found = [values, problem.step("scores")(), problem.step("select_warps")()]
-    if side is not None:
-        main.wait_stream(side)
+    found["parts of the scores"] = {"mean key": milliseconds(lambda: mean_key(problem.k_stats))}
     return found
 
 
@@ -324,17 +306,23 @@ def time_calls(problem: Problem, chosen: dict[str, Forms]) -> dict[str, Any]:
         row: dict[str, Any] = {}
         problem.set_density(density)
         row["attention kernel alone"] = attempt(lambda: milliseconds(problem.attend, 20))
-        for table in TABLES:
-            for name, form in chosen.items():
-                forms.FORMS = form
-                call = partial(problem.whole, table, density)
-                row[f"call, {table}, {name}"] = attempt(lambda call=call: milliseconds(call, 20))
-        forms.FORMS = chosen["best"]
-        row["best against in use"] = attempt(partial(_distance, problem, density, chosen))
+        for name, form in chosen.items():
+            forms.FORMS = form
+            row[f"call, static, {name}"] = attempt(partial(milliseconds, partial(problem.whole, "static", density), 20))
+            for table in TABLES:
+                row[f"rest of the call, {table}, {name}"] = attempt(partial(time_rest, problem, table, density))
+        if "best" in chosen:
+            row["best against in use"] = attempt(partial(_distance, problem, density, chosen))
+        forms.FORMS = Forms()
         _, info = problem.whole("static", density, return_info=True)
         found[f"{1 - density:.0%} skipped"] = row | {"backend": info.backend}
-    forms.FORMS = Forms()
     return found
+
+
+def time_rest(problem: Problem, table: str, density: float) -> float:
+    """The call but for its attention: the difference of two long times would hold what the clock does in between."""
+    with mock.patch.object(attention, "block_sparse_attention", return_value=(problem.out, problem.lse)):
+        return milliseconds(partial(problem.whole, table, density))
 
 
 def _distance(problem: Problem, density: float, chosen: dict[str, Forms]) -> dict[str, float]:
@@ -360,7 +348,7 @@ def time_calibration(problem: Problem) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for ba_att_steps.json")
-    parser.add_argument("--steps", nargs="+", choices=list(VARIANTS), help="these steps alone, of the first grid alone")
+    parser.add_argument("--steps", nargs="+", choices=list(VARIANTS), help="of these alone all tiles")
     parser.add_argument("--check", nargs="+", metavar="STEP:NUMBER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.check:
@@ -368,9 +356,8 @@ def main() -> None:
         return
     if options.out is None:
         parser.error("--out must name a folder")
-    grids = GRIDS[:1] if options.steps else GRIDS
     for step in set(VARIANTS) - set(options.steps or VARIANTS):
-        del VARIANTS[step]
+        del VARIANTS[step][1:]
     options.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     report: dict[str, Any] = {
@@ -390,13 +377,15 @@ def main() -> None:
 
     save({step: {name: x for name, x in found.items() if "failed" in x} for step, found in report["checked"].items()})
     chosen = {"in use": Forms()}
-    for grid in grids:
+    for grid in GRIDS:
         problem = Problem(grid)
         row: dict[str, Any] = {"grid_thw": grid, "tokens": math.prod(grid), "floor_ms": floors(grid)}
         report["rows"].append(row)
         row["steps_ms"] = time_steps(problem, report["checked"])
-        chosen.setdefault("best", best_forms(row["steps_ms"]))  # of the first grid, for both
-        report["best"] = {field: str(value) for field, value in chosen["best"]._asdict().items()}
+        if grid == GRIDS[0]:
+            best = best_forms(row["steps_ms"])
+            report["best"] = {field: str(value) for field, value in best._asdict().items()}
+            chosen |= {"best": best} if best != Forms() else {}
         save(row)
         row["call_ms"] = time_calls(problem, chosen)
         row["calibration_ms"] = attempt(partial(time_calibration, problem))

@@ -11,6 +11,7 @@ from typing import Any
 from diffsieve.bench import tables as tables_of_bench
 from diffsieve.bench.plots import draw_plots
 from diffsieve.kernels.ba_att.forms import FORMS
+from diffsieve.kernels.block_sparse.rates import RATES_SM90
 from diffsieve.processors import supported_models
 
 ROOT = Path(__file__).parents[1]
@@ -85,19 +86,14 @@ def call_table() -> str:
 def hopper_rates_table() -> str:
     """Rates of the backends for Hopper GPUs at half of the blocks, as a Markdown table."""
     report = _result("h200/block_sparse_hopper.json")
-    best = {(row["shape"], row["fixed"]): row["tile"] for row in report["best"]}
     lines = [
         "| head size, block | dense, cuDNN | `triton` | `hopper-exact` | `hopper` |",
         "|---|---|---|---|---|",
     ]
     for shape in sorted(report["tune"], key=_dim_and_block, reverse=True):
-        rates = {}
-        for row in report["tune"][shape]:
-            if "tile" not in row:
-                rates[row["name"].split()[-1]] = row["tflops"]
-            elif row["tile"] == best[shape, row["fixed"]]:
-                rates["hopper" if row["fixed"] else "hopper-exact"] = row["tflops"]
-        cells = [f"{rates[name]:.0f}" for name in ("cuDNN", "triton", "hopper-exact", "hopper")]
+        (dense,) = [row["tflops"] for row in report["tune"][shape] if row["name"].endswith("cuDNN")]
+        rates = RATES_SM90[_dim_and_block(shape)]
+        cells = [f"{rate:.0f}" for rate in (dense, *(rates[name] for name in ("triton", "hopper-exact", "hopper")))]
         lines.append(f"| {', '.join(map(str, _dim_and_block(shape)))} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -128,54 +124,57 @@ def _ms(milliseconds: float) -> str:
 
 
 def steps_table() -> str:
-    """Times of BA-Att's steps around the attention kernel on an H200, as two Markdown tables."""
+    """Times of BA-Att's steps around the attention kernel on an H200, as two Markdown tables; "-" was not measured."""
     report = _result("h200/ba_att_steps.json")
     rows = report["rows"]
     lengths = [f"{row['tokens']:,} tokens" for row in rows]
-    # "in use" is what ran when the figures were taken; of the gather it was the first tile.
-    gathers = {name: next(iter(rows[0]["steps_ms"][name])) for name in ("gather", "gather_means")}
     tiles = {name: str(tile) for name, tile in FORMS._asdict().items()}
-    for name in gathers:  # a second way to take the variance was measured, no faster, and dropped
-        tiles[name] = tiles[name].replace("channels=", "one_pass=False, channels=")
     steps = {
-        "gather with moments, queries and keys": ("gather", None, 2),
-        "gather with means, values": ("gather_means", None, 1),
-        "scores": ("scores", None, 1),
-        "choice of blocks": ("select_warps", None, 1),
-        "compensation, order undone; 50% skipped": ("centroids", None, 1),
+        "gather with moments, queries and keys": ("gather", "", 2),
+        "gather with means, values": ("gather_means", "", 1),
+        "scores": ("scores", "", 1),
+        "choice of blocks": ("select_warps", "", 1),
+        "compensation, order undone; 50% skipped": ("centroids", "", 1),
         "the same, 75% skipped": ("centroids", "75% skipped, ", 1),
         "the same, 90% skipped": ("centroids", "90% skipped, ", 1),
-        "two heads in windows: order": ("windows", None, 1),
+        "two heads in windows: order": ("windows", "", 1),
     }
     lines = [
-        f"Steps on one {report['gpu']}, 12 heads of 128, bf16, blocks of 128, as CUDA graphs, before and now,",
-        f"in ms (torch {report['versions']['torch']}, Triton {report['versions']['triton']}; `{report['command']}`):",
+        f"Steps on one {report['gpu']}, 12 heads of 128, bf16, blocks of 128, in ms as CUDA graphs",
+        f"(torch {report['versions']['torch']}, Triton {report['versions']['triton']}; "
+        "`python benchmarks/ba_att_steps.py`):",
         "",
-        f"| step | {' | '.join(f'{x}, before | now' for x in lengths)} |",
-        "|---" * (1 + 2 * len(rows)) + "|",
+        f"| step | {' | '.join(lengths)} |",
+        "|---" * (1 + len(rows)) + "|",
     ]
     for label, (name, density, times) in steps.items():
         cells = []
         for row in rows:
-            found = row["steps_ms"][name if density is None else "centroids at other densities"]
-            for variant in (gathers.get(name, "in use"), tiles[name]):
-                cells.append(f"{times * found[(density or '') + variant]:.2f}")
+            found = row["steps_ms"].get("centroids at other densities" if density else name, {})
+            cells.append(_or_dash(found.get(density + tiles[name]), times))
         lines.append(f"| {label} | {' | '.join(cells)} |")
+    heads = [f"{x}: kernel | call less kernel | rest by itself" for x in lengths]
     lines += [
         "",
-        "The whole call less the attention kernel alone, ms, heads in static orders:",
+        "The whole call, ms, heads in static orders: the attention kernel alone, the call less it, and the call timed "
+        "without it:",
         "",
-        f"| skipped | {' | '.join(f'{x}, kernel | rest before | rest now' for x in lengths)} |",
+        f"| skipped | {' | '.join(heads)} |",
         "|---" * (1 + 3 * len(rows)) + "|",
     ]
     for density in rows[0]["call_ms"]:
         cells = []
         for row in rows:
-            found = row["call_ms"][density]
-            kernel = found["attention kernel alone"]
-            cells += [f"{kernel:.2f}"] + [f"{found[f'call, static, {x}'] - kernel:.2f}" for x in ("in use", "best")]
+            found = row["call_ms"].get(density, {})
+            kernel, call = found.get("attention kernel alone"), found.get("call, static, in use")
+            less = None if kernel is None or call is None else call - kernel
+            cells += [_or_dash(x) for x in (kernel, less, found.get("rest of the call, static, in use"))]
         lines.append(f"| {density.removesuffix(' skipped')} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _or_dash(milliseconds: float | None, times: int = 1) -> str:
+    return "-" if milliseconds is None else f"{times * milliseconds:.2f}"
 
 
 _IN_BRIEF = ("dense, another kernel (noise floor)", "default", "mean pooling, raster", "paper")
@@ -319,8 +318,8 @@ def tables() -> dict[str, str]:
         "hopper-rates": hopper_rates_table(),
         "dense-lengths": dense_lengths_table(),
         "ba-att-steps": steps_table(),
-        "llsa-tests": llsa_tests(),
         "llsa-results": llsa_table(),
+        "llsa-tests": llsa_tests(),
         "mini-wan-results": mini_wan_table(),
         "reproduction": reproduction_table(),
     }

@@ -75,8 +75,7 @@ def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 def launches() -> list[tuple[Any, tuple, dict]]:
     """Every launch of a layer of 12 heads of 128 channels at 720p (591 blocks): (kernel, args, kwargs).
 
-    The tokens themselves are not looked at, nor is there a GPU to ask for its capability: the compensation is launched
-    with the tile of Hopper, then with that of other GPUs.
+    The tokens themselves are not looked at. The compensation is launched as on other GPUs, then as on Hopper.
     """
     from diffsieve.kernels.ba_att import (
         fused_triton,
@@ -102,13 +101,10 @@ def launches() -> list[tuple[Any, tuple, dict]]:
             moments, moments, moments, moments, size, centre, beta=0.5, log_count=True, second_order=True,
             residual=True, scale=0.1, tile=form.scores,
         )  # fmt: skip
-        for pairs in (False, True):
-            lists_triton.list_blocks_triton(scores, 296, return_skipped=True, num_warps=form.select_warps, pairs=pairs)
+        lists_triton.list_blocks_triton(scores, 296, return_skipped=True, num_warps=form.select_warps)
         attended = (tokens, lse, tokens, means, means, skipped, None, perm)
-        for tile in (form.centroids, form.centroids._replace(registers=None)):
-            skipped_triton.add_skipped_triton(*attended, block_size=128, scale=0.1, tile=tile)
-        ahead = form.centroids._replace(registers=None, ahead=True)
-        skipped_ahead_triton.add_skipped_ahead_triton(*attended, block_size=128, scale=0.1, tile=ahead)
+        skipped_triton.add_skipped_triton(*attended, block_size=128, scale=0.1, tile=form.centroids_elsewhere)
+        skipped_ahead_triton.add_skipped_ahead_triton(*attended, block_size=128, scale=0.1, tile=form.centroids)
         windows_triton.window_orders_triton(
             tokens[:, :2], torch.zeros(1, 2, 1, 128), torch.arange(256), 128, descending=True, tile=form.windows
         )

@@ -1,7 +1,6 @@
 """What the interpreter and a GPU check of the kernels for scores and selection: a difference or equality each."""
 
 from collections.abc import Callable
-from unittest import mock
 
 import torch
 
@@ -68,12 +67,10 @@ def lists_are_equal(device: str, scores: torch.Tensor, kept: int) -> bool:
     """Lists of kept and of skipped blocks against PyTorch's sort, and against the definition."""
     expected = select_blocks(scores, kept)
     others, _ = skipped_blocks(expected, None, scores.shape[-1])
-    same = []
-    for pairs in (False, True):
-        with mock.patch.object(forms, "FORMS", forms.Forms(select_pairs=pairs)), testing.poisoned_memory():
-            index, skipped = list_blocks_fused(scores.to(device), kept, return_skipped=True)
-            alone, nothing = list_blocks_fused(scores.to(device), kept, return_skipped=False)
-        same += [torch.equal(x.cpu(), y) for x, y in ((index, expected), (alone, expected), (skipped, others))]
+    with testing.poisoned_memory():
+        index, skipped = list_blocks_fused(scores.to(device), kept, return_skipped=True)
+        alone, nothing = list_blocks_fused(scores.to(device), kept, return_skipped=False)
+    same = [torch.equal(x.cpu(), y) for x, y in ((index, expected), (alone, expected), (skipped, others))]
     rows = zip(scores.flatten(0, -2), expected.flatten(0, -2), strict=True)
     return (
         all(same)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -372,7 +372,7 @@ def test_launches_of_all_lengths_share_one_kernel():
 
 
 def test_tiles_and_rates_are_those_measured():
-    from diffsieve.kernels.block_sparse.hopper_backend import HopperTile, select_hopper_tile
+    from diffsieve.kernels.block_sparse.hopper_backend import select_hopper_tile
     from diffsieve.kernels.block_sparse.rates import RATES_SM90
 
     path = Path(__file__).parents[2] / "benchmarks/results/h200/block_sparse_hopper.json"
@@ -380,12 +380,13 @@ def test_tiles_and_rates_are_those_measured():
     assert len(report["best"]) == 2 * len(RATES_SM90)
     for best in report["best"]:
         dim, block_size = map(int, re.findall(r"\d+", best["shape"]))
-        tile = HopperTile(**best["tile"])
-        assert select_hopper_tile(dim, block_size, fixed_stabiliser=best["fixed"]) == tile
+        tile = asdict(select_hopper_tile(dim, block_size, fixed_stabiliser=best["fixed"]))
         rows = {(row.get("fixed"), str(row.get("tile"))): row for row in report["tune"][best["shape"]]}
         (triton,) = [row for row in rows.values() if row["name"].endswith("triton")]
         name = "hopper" if best["fixed"] else "hopper-exact"
-        measured = rows[best["fixed"], str(best["tile"])]
+        measured = rows[best["fixed"], str(tile)]
+        # Two runs differ by that much.
+        assert rows[best["fixed"], str(best["tile"])]["tflops"] < 1.02 * measured["tflops"]
         assert RATES_SM90[dim, block_size][name] == round(measured["tflops"], 1)
         assert RATES_SM90[dim, block_size]["triton"] == round(triton["tflops"], 1)
     assert select_hopper_tile(64, 512) == select_hopper_tile(64, 128)

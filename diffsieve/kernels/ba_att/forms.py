@@ -1,4 +1,4 @@
-"""Tiles of the fused steps of BA-Att on a GPU: one line per step, from the measurements on an H200.
+"""Tiles of the fused steps of BA-Att on a GPU: a line or two per step, from the measurements on an H200.
 
 The figures are in `benchmarks/results/h200/ba_att_steps.json`; `benchmarks/ba_att_steps.py` takes them.
 """
@@ -65,8 +65,8 @@ class Forms(NamedTuple):
         scores: of the product of the scores. One of 128 query blocks is as fast, but takes more shared memory than many
             GPUs have.
         select_warps: of a row of 1,024 blocks in the choice of blocks.
-        select_pairs: whether that choice takes two bits of a score at a time.
-        centroids: of the compensation; the fastest at 75 and 90 % skipped, and within 0.3 % of it at 50 %.
+        centroids: of the compensation on GPUs of compute capability 9.0; the fastest at 50, 75 and 90 % skipped.
+        centroids_elsewhere: of the compensation on others, where fetching ahead takes more registers than there are.
         windows: of the rank in a window by counting.
     """
 
@@ -74,8 +74,8 @@ class Forms(NamedTuple):
     gather_means: GatherTile = GatherTile(4, 128)
     scores: ScoreTile = ScoreTile(64, 64, 32, 4, 3)
     select_warps: int = 2
-    select_pairs: bool = False
-    centroids: CentroidTile = CentroidTile(64, 32, 4, 3, 128)
+    centroids: CentroidTile = CentroidTile(64, 32, 4, 2, 128, ahead=True)
+    centroids_elsewhere: CentroidTile = CentroidTile(64, 32, 4, 3, None)
     windows: WindowTile = WindowTile(32, 32, 4)
 
 

@@ -83,10 +83,7 @@ def _(query_mean: torch.Tensor, query_variance: torch.Tensor, key_mean: torch.Te
 def _list_blocks_op(scores: torch.Tensor, kept: int, return_skipped: bool) -> tuple[torch.Tensor, torch.Tensor]:
     from .lists_triton import list_blocks_triton
 
-    form = forms.FORMS
-    return list_blocks_triton(
-        scores, kept, return_skipped=return_skipped, num_warps=form.select_warps, pairs=form.select_pairs
-    )
+    return list_blocks_triton(scores, kept, return_skipped=return_skipped, num_warps=forms.FORMS.select_warps)
 
 
 @torch.library.register_fake("diffsieve::list_blocks")

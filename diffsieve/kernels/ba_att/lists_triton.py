@@ -15,7 +15,6 @@ from ..sizes import next_power_of_2
 @triton.jit(do_not_specialize=["num_key", "kept"])
 def list_blocks_kernel(  # type: ignore[no-untyped-def]
     scores, kept_index, skipped_index, num_key, kept, COLUMNS: tl.constexpr, STORE_SKIPPED: tl.constexpr,
-    PAIRS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, COLUMNS)
@@ -27,39 +26,27 @@ def list_blocks_kernel(  # type: ignore[no-untyped-def]
     signed = tl.where(b_s != b_s, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     keys = (signed ^ -0x80000000).to(tl.uint32, bitcast=True)
     keys = tl.where(column, keys, tl.full([COLUMNS], 0, tl.uint32))
-    # The largest threshold that `kept` keys reach is the smallest key kept: bit by bit from the highest, and no further
-    # than to a threshold that no more than `kept` keys reach.
-    if PAIRS:
-        # Two bits at a time, after those that all keys share.
-        highest = tl.max(keys, 0)
-        differing = highest ^ tl.min(tl.where(column, keys, tl.full([COLUMNS], 0xFFFFFFFF, tl.uint32)), 0)
-        shift = tl.full([], 32, tl.int32)
-        while (shift > 0) & ((differing >> tl.maximum(shift - 2, 0)) == 0):
-            shift -= 2
-        threshold = tl.where(shift < 32, (highest >> tl.minimum(shift, 31)) << tl.minimum(shift, 31), highest ^ highest)
-        reached = num_key + 0
-        while (shift > 0) & (reached != kept):
-            shift -= 2
-            one = tl.full([], 1, tl.uint32) << shift
-            # Two counts of at most 2^14 in halves of a word.
-            first = (keys >= (threshold | one)).to(tl.int32)
-            counts = tl.sum(first + ((keys >= (threshold | (one * 2))).to(tl.int32) << 16), 0)
-            third = tl.sum((keys >= (threshold | (one * 3))).to(tl.int32), 0)
-            first, second = counts & 0xFFFF, counts >> 16
-            digit = (first >= kept).to(tl.uint32) + (second >= kept).to(tl.uint32) + (third >= kept).to(tl.uint32)
-            threshold = threshold | (one * digit)
-            lower = tl.where(first >= kept, first, reached)
-            reached = tl.where(third >= kept, third, tl.where(second >= kept, second, lower))
-    else:
-        threshold = tl.full([], 0, tl.uint32)
-        bit = tl.full([], 0x80000000, tl.uint32)
-        reached = num_key + 0
-        while (bit != 0) & (reached != kept):
-            higher = threshold | bit
-            count = tl.sum((keys >= higher).to(tl.int32), 0)
-            threshold = tl.where(count >= kept, higher, threshold)
-            reached = tl.where(count >= kept, count, reached)
-            bit = bit >> 1
+    # The largest threshold that `kept` keys reach is the smallest key kept: two bits at a time from the highest on that
+    # not all keys share, and no further than to a threshold that no more than `kept` keys reach.
+    highest = tl.max(keys, 0)
+    differing = highest ^ tl.min(tl.where(column, keys, tl.full([COLUMNS], 0xFFFFFFFF, tl.uint32)), 0)
+    shift = tl.full([], 32, tl.int32)
+    while (shift > 0) & ((differing >> tl.maximum(shift - 2, 0)) == 0):
+        shift -= 2
+    threshold = tl.where(shift < 32, (highest >> tl.minimum(shift, 31)) << tl.minimum(shift, 31), highest ^ highest)
+    reached = num_key + 0
+    while (shift > 0) & (reached != kept):
+        shift -= 2
+        one = tl.full([], 1, tl.uint32) << shift
+        # Two counts of at most 2^14 in halves of a word.
+        first = (keys >= (threshold | one)).to(tl.int32)
+        counts = tl.sum(first + ((keys >= (threshold | (one * 2))).to(tl.int32) << 16), 0)
+        third = tl.sum((keys >= (threshold | (one * 3))).to(tl.int32), 0)
+        first, second = counts & 0xFFFF, counts >> 16
+        digit = (first >= kept).to(tl.uint32) + (second >= kept).to(tl.uint32) + (third >= kept).to(tl.uint32)
+        threshold = threshold | (one * digit)
+        lower = tl.where(first >= kept, first, reached)
+        reached = tl.where(third >= kept, third, tl.where(second >= kept, second, lower))
     above, equal = (keys > threshold) & column, (keys == threshold) & column
     # What equals the threshold fills the list from the lowest index up. One scan counts both, in halves of a word.
     left = kept - tl.sum(above.to(tl.int32), 0)
@@ -72,7 +59,7 @@ def list_blocks_kernel(  # type: ignore[no-untyped-def]
 
 
 def list_blocks_triton(
-    scores: torch.Tensor, kept: int, *, return_skipped: bool, num_warps: int, pairs: bool = False
+    scores: torch.Tensor, kept: int, *, return_skipped: bool, num_warps: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same meaning as `selection.select_blocks` of fp32 scores (..., Nk), Nk at most 16,384.
 
@@ -89,7 +76,7 @@ def list_blocks_triton(
     columns = next_power_of_2(num_key)
     with torch.cuda.device_of(scores):
         list_blocks_kernel[scores.numel() // num_key,](
-            scores, index, skipped, num_key, kept, COLUMNS=columns, STORE_SKIPPED=return_skipped, PAIRS=pairs,
+            scores, index, skipped, num_key, kept, COLUMNS=columns, STORE_SKIPPED=return_skipped,
             num_warps=min(16, max(1, num_warps * columns // 1024)),
         )  # fmt: skip
     return index, skipped

@@ -134,8 +134,6 @@ def add_skipped_triton(
     batch, heads, length, dim = query.shape
     num_query, num_key = skipped.shape[2], key_mean.shape[2]
     padded_dim = max(16, next_power_of_2(dim))
-    # Other GPUs than Hopper compute products in more registers.
-    limited = not query.is_cuda or torch.cuda.get_device_capability(query.device) == (9, 0)
     block_m = min(block_size, tile.block_m)
     key_mean, value_mean = (x.to(query.dtype).contiguous() for x in (key_mean, value_mean))
     new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
@@ -158,6 +156,6 @@ def add_skipped_triton(
                 BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=tile.block_n, HEAD_DIM=dim, BLOCK_D=padded_dim,
                 PRECISION="ieee", HAS_COUNT=skipped_count is not None, HAS_PERM=perm is not None, ONLINE=online,
                 num_warps=max(1, min(tile.num_warps, block_m // 16)), num_stages=tile.num_stages,
-                maxnreg=tile.registers if limited and not online else None,
+                maxnreg=None if online else tile.registers,
             )  # fmt: skip
     return new_out, new_lse

@@ -15,7 +15,7 @@ from .op import run_backend
 _BLOCK = 128
 # (backend, head dimension) -> blocks of the shortest sequence on an H200 from which on it was faster than the fastest
 # backend of PyTorch's scaled_dot_product_attention at every measured length, as a CUDA graph and, up to 32,768 tokens,
-# eager: 16,384, 32,768 and 75,648 tokens (benchmarks/results/h200/dense_full_lists.json).
+# eager, in two runs: 16,384, 32,768 and 75,648 tokens (the later one: benchmarks/results/h200/dense_full_lists.json).
 _FEWEST_BLOCKS = {("hopper", 128): 128, ("hopper", 64): 256, ("hopper-exact", 128): 591}
 
 

@@ -60,7 +60,8 @@ class HopperTile:
     query_in_registers: bool = True
 
 
-# Form, head dimension and block size -> the fastest tile on an H200 (benchmarks/results/h200/block_sparse_hopper.json).
+# Form, head dimension and block size -> the fastest tile of a first run on an H200. None was 2 % faster in a second one
+# (benchmarks/results/h200/block_sparse_hopper.json), and those that were faster at all had been slower in the first.
 _TILES = {
     ("exact", 128, 128): HopperTile(consumers=2, block_n=128, num_stages=2),
     ("exact", 64, 128): HopperTile(consumers=2, block_n=128, num_stages=2),
