@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -64,24 +65,24 @@ class _Events:
             page.cancel.click(self.on_cancel, None, [page.status, page.run, page.cancel, page.sweep_run], queue=False,
                               cancels=started, **private)  # fmt: skip
             page.blocks.unload(self.on_leave)
-            opened = [*shown, page.sweep_values, *ask.list()]
+            opened = [*shown, page.sweep_values, page.followed, *ask.list()]
             page.examples.click(self.on_example, [page.examples, ask.model], opened, show_progress="hidden", **private)
-            ask.model.input(self.on_load, ask.model, [page.status, page.sweep_values, *ask.list()],
+            ask.model.input(self.on_load, [ask.model, page.followed],
+                            [page.status, page.sweep_values, page.followed, *ask.list()],
                             show_progress_on=page.status, show_progress="minimal", **MODEL_QUEUE,
                             **private)  # fmt: skip
 
             own = [getattr(ask, name) for name in method_controls("ba-att", None)]
-            ask.method.input(self.on_method, [ask.method, ask.model], [*own, page.sweep_values],
+            ask.method.input(self.on_method, [ask.method, page.followed], [*own, page.sweep_values, page.followed],
                              show_progress="hidden", queue=False, **private)  # fmt: skip
 
             place = [page.current, attention.layer, attention.step, attention.head]
             token = [attention.frame, attention.row, attention.column]
             pictures = [attention.mask, attention.picture, attention.told]
-            for control in (attention.head, attention.step, *token):
-                control.input(self.on_look, [*place, *token], pictures, show_progress="hidden",
-                              trigger_mode="always_last", **private)  # fmt: skip
-            attention.layer.input(self.on_change_layer, [*place, *token], [attention.step, *pictures],
-                                  show_progress="hidden", trigger_mode="always_last", **private)  # fmt: skip
+            # One event for all of them, so that the answer for the last change comes last.
+            changed = [control.input for control in (attention.layer, attention.head, attention.step, *token)]
+            gr.on(changed, self.on_change_place, [*place, *token], [attention.step, *pictures], show_progress="hidden",
+                  trigger_mode="always_last", **private)  # fmt: skip
             attention.picture.select(self.on_click, [*place, attention.frame], [*token, *pictures],
                                      show_progress="hidden", **private)  # fmt: skip
 
@@ -164,18 +165,25 @@ class _Events:
     def on_leave(self, request: gr.Request) -> None:
         self.handlers.cancel(owner_of(request))
 
-    def on_load(self, request: gr.Request, name: Any) -> dict[Any, Any]:
+    def on_load(self, request: gr.Request, name: Any, followed: list[Any]) -> dict[Any, Any]:
+        """Load a model and give the controls its values; those stay where the model is the one that they have."""
+        if name == followed[0]:
+            return {self.page.followed: followed}
         try:
             model = self.handlers.load(name, owner=owner_of(request))
         except Exception as error:
             return {self.page.status: views.status(f"Not loaded: {explain(error)}", "bad")}
         updates = self._updates(model_controls(model, self.handlers.limits))
-        return {self.page.status: views.status(f"{name} is loaded.")} | updates | self._sweep_field(model.method)
+        line = {self.page.status: views.status(f"{name} is loaded."), self.page.followed: [name, model.method]}
+        return line | updates | self._sweep_field(model.method)
 
-    def on_method(self, method: Any, model: Any) -> dict[Any, Any]:
-        """Show the controls of a method, with its own block size."""
+    def on_method(self, method: Any, followed: list[Any]) -> dict[Any, Any]:
+        """Show the controls of a method, with its own block size; they stay where it is the one that they have."""
+        model = followed[0]
+        if method == followed[1]:
+            return {self.page.followed: followed}
         controls = method_controls(method, self.handlers.shelf.loaded(model))
-        return self._updates(controls) | self._sweep_field(method)
+        return self._updates(controls) | self._sweep_field(method) | {self.page.followed: [model, method]}
 
     def _updates(self, controls: Mapping[str, dict[str, Any]]) -> dict[Any, Any]:
         return {getattr(self.page.ask, name): gr.update(**properties) for name, properties in controls.items()}
@@ -237,7 +245,8 @@ class _Events:
             values |= {key: settings[key] for key in own if settings[key] is not None}
             given = settings["min_tokens"]
             values["min_tokens"] = shortest_sparse(name) if given is None else given
-        return self._updates(with_values(controls, values)) | self._sweep_field(settings["method"])
+        updates = self._updates(with_values(controls, values)) | self._sweep_field(settings["method"])
+        return updates | {self.page.followed: [name, settings["method"]]}
 
     def _show(self, run: Run, tab: str | None = "compare") -> dict[Any, Any]:
         """Return the updates that show a run."""
@@ -320,7 +329,12 @@ class _Events:
     def _spot(spot: Spot, head: Any) -> tuple[Any, str]:
         return spot.picture, f'<p class="ds-spot">{views.spot_text(spot, head)}</p>'
 
-    def on_change_layer(self, run_id: Any, layer: Any, step: Any, head: Any, *token: Any) -> tuple[Any, ...]:
+    def on_change_place(
+        self, event: gr.EventData, run_id: Any, layer: Any, step: Any, head: Any, *token: Any
+    ) -> tuple[Any, ...]:
+        """Show another place; another layer may have other steps."""
+        if run_id is None or event.target is not self.page.attention.layer:
+            return gr.skip(), *self.on_look(run_id, layer, step, head, *token)
         with told():
             steps = self.handlers.masks(run_id).steps_of(str(layer))
         step = step if step in steps else steps[-1]
@@ -389,5 +403,8 @@ def told() -> Iterator[None]:
 
 
 def owner_of(request: gr.Request | None) -> str:
-    """Return who asks: the session of the page or client."""
-    return (request.session_hash if request is not None else None) or "nobody"
+    """Return who asks: the session of the page or client.
+
+    A request that names no session is an owner of its own, so that nobody can cancel for another.
+    """
+    return (request.session_hash if request is not None else None) or secrets.token_hex(16)

@@ -103,6 +103,7 @@ class Page:
     examples: Any
     tabs: Any
     current: Any
+    followed: Any
     results: Results
     attention: Attention
     sweep_values: Any
@@ -174,6 +175,8 @@ def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str
             f"<p>{escape(place)}</p></header>"
         )
         current = gr.State(None)
+        # Model and method whose values the controls took: a list tells of its value whenever it loses the focus.
+        followed = gr.State([first.name, first.method])
         start = model_controls(first, limits)
         with gr.Row(elem_id="ds-main"):
             with gr.Column(elem_id="ds-ask"):
@@ -208,8 +211,8 @@ def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str
                         )
                     )
                 gallery = _gallery()
-    return Page(blocks, ask, run, cancel, status, chosen, tabs, current, results, attention, values, sweep_run, sweep,
-                gallery)  # fmt: skip
+    return Page(blocks, ask, run, cancel, status, chosen, tabs, current, followed, results, attention, values,
+                sweep_run, sweep, gallery)  # fmt: skip
 
 
 def _settings(

@@ -1,17 +1,21 @@
 """The endpoints for programs, called with gradio_client as docs/app.md says."""
 
+import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 from PIL import Image
 
+from diffsieve.app.events import owner_of
 from diffsieve.app.store import Bounds
 from tests.app.conftest import SMALL, Tiny
 from tests.app.serving import tiny_examples, tiny_server
+from tests.app.test_server import request
 
 ARGUMENTS = vars(SMALL)
 
@@ -150,6 +154,45 @@ def test_cancel_ends_the_run_of_its_session_and_frees_the_queue(slow):
         running.result(timeout=120)
     assert waiting.result(timeout=120)[3]["report"]["seed"] == [1]
     assert [run.report["seed"] for run in server.handlers.runs()] == [[1]]
+
+
+def test_programs_without_a_session_do_not_cancel_one_another(slow):
+    """A bare HTTP request is nobody else's; one that names its session may cancel what that session runs."""
+    server, load = slow
+    headers = {"Content-Type": "application/json"}
+
+    def post(route, data, **more):
+        body = json.dumps({"data": data, **more}).encode()
+        status, _, text = request(server.url, f"/gradio_api/{route}", data=body, headers=headers)
+        assert status == 200, text
+        return json.loads(text)
+
+    def last(name, event):
+        stream = request(server.url, f"/gradio_api/call/{name}/{event}")[2].decode()
+        return stream.strip().split("\n\n")[-1]
+
+    post("call/compare", list(ARGUMENTS.values()))
+    assert load.reached.wait(30)
+    named = post("call/compare", list(ARGUMENTS.values()), session_hash="mine")["event_id"]
+    assert post("run/cancel", [])["data"] == [0]
+    assert post("run/cancel", [], session_hash="nobody")["data"] == [0]
+    assert "[0]" in last("cancel", post("call/cancel", [])["event_id"])
+    load.go_on.set()
+    assert "complete" in last("compare", named)
+    until(lambda: not server.handlers.jobs.busy)
+    assert len(server.handlers.runs()) == 1
+
+    load.go_on.clear()
+    post("call/compare", list((ARGUMENTS | {"seed": 1}).values()), session_hash="mine")
+    until(lambda: server.handlers.jobs.busy)
+    assert post("run/cancel", [], session_hash="mine")["data"] == [1]
+    load.go_on.set()
+
+
+def test_a_request_without_a_session_is_an_owner_of_its_own():
+    owners = {owner_of(asked) for asked in (None, None, SimpleNamespace(session_hash=None))}
+    assert len(owners) == 3
+    assert owner_of(SimpleNamespace(session_hash="mine")) == "mine"
 
 
 def test_one_request_runs_and_one_too_many_is_refused(slow):

@@ -27,9 +27,13 @@ def server(tmp_path_factory):
 
 def answer(server, path, *, data=None, headers=None):
     """Return status, headers and body of a request."""
-    request = HttpRequest(server.url.rstrip("/") + path, data=data, headers=headers or {})
+    return request(server.url, path, data=data, headers=headers)
+
+
+def request(url, path, *, data=None, headers=None):
+    asked = HttpRequest(url.rstrip("/") + path, data=data, headers=headers or {})
     try:
-        with urlopen(request, timeout=20) as response:
+        with urlopen(asked, timeout=20) as response:
             return response.status, response.headers, response.read()
     except HTTPError as error:
         return error.code, error.headers, error.read()
