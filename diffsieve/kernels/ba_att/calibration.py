@@ -21,8 +21,10 @@ from .statistics import block_statistics
 
 __all__ = ["calibrate_orders", "choose_orders"]
 
-# Query blocks measured for each candidate.
-PROBE_BLOCKS = 16
+# Query blocks measured for each candidate. Every order has blocks of its own, so that few of them are noisy: with half
+# of the blocks kept, 24 captured heads of mini-wan had 0.4 dB more squared error than with their best orders by 16 of
+# 31 blocks, less than 0.1 dB by all of them.
+PROBE_BLOCKS = 32
 
 
 def calibrate_orders(
