@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..pipelines.defaults import EMBEDDED
+
 # Arguments of a comparison in the order in which people read them.
 _FIELDS = (
     "method",
@@ -31,7 +33,10 @@ def python_lines(report: Mapping[str, Any]) -> str:
         report: what report.json holds.
     """
     settings = report["settings"]
-    lines = [f"    model={settings['model']!r},", f"    prompt={tuple(report['prompt'])!r},"]
+    name = settings["model"]
+    # The page shows no path of the server, so a folder has its name alone.
+    where = "" if name in EMBEDDED or "/" in name else "  # the folder of the model, with its path"
+    lines = [f"    model={name!r},{where}", f"    prompt={tuple(report['prompt'])!r},"]
     fields = [name for name in _FIELDS if not (name == "frames" and report.get("pictures"))]
     lines += [f"    {name}={settings[name]!r}," for name in fields if settings.get(name) is not None]
     lines += [f"    seed={tuple(report['seed'])!r},", '    out=Path("outputs/compare"),']

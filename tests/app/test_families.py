@@ -71,7 +71,8 @@ def test_a_model_goes_through_every_part_of_the_page(family, tmp_path, monkeypat
     with Image.open(run.folder / "poster.png") as poster:
         assert max(poster.size) >= 128
 
-    # The Python lines, which name the folder without its path, make the same again.
+    # The Python lines, which name the folder without its path and say so, make the same again.
+    assert "model='my-model',  # the folder of the model, with its path" in python_lines(run.report)
     code = python_lines(run.report).replace("'my-model'", repr(str(tmp_path / "my-model")))
     monkeypatch.chdir(tmp_path)
     names = {"print": lambda *words: None}
