@@ -33,3 +33,10 @@ def test_the_browser_is_a_target_of_its_own_that_continuous_integration_calls():
     assert "apt-get" in recipe("browser")
     ci = (ROOT / ".ci/run").read_text()
     assert ci.index("\nmake browser") < ci.index("\nexec make test")
+
+
+def test_continuous_integration_leaves_the_pictures_of_the_page_where_it_is_written():
+    place = "outputs/screenshots"
+    assert f"DIFFSIEVE_SCREENSHOTS={ROOT / place} " in recipe("test")
+    for page in ("CONTRIBUTING.md", "docs/app.md"):
+        assert f"`{place}`" in (ROOT / page).read_text()
