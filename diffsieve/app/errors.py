@@ -58,6 +58,10 @@ def explain(error: BaseException) -> DiffsieveError:
     logger.error("request %s failed", number, exc_info=error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return AppError(f"the disk of the server is full; finished runs are still there (entry {number} of the log)")
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return AppError(
+            f"the server may not write a file of this size; finished runs are still there (entry {number} of the log)"
+        )
     if is_out_of_memory(error):
         return AppError(
             f"the memory does not hold this run: take fewer frames or a smaller size (entry {number} of the log)"

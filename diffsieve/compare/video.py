@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable
@@ -35,7 +38,8 @@ def write_mp4(target: Path, frames: torch.Tensor, *, fps: int) -> None:
 
     Raises:
         UserInputError: frames of another shape or dtype.
-        DiffsieveError: ffmpeg failed; nothing is left under `target`.
+        OSError: the disk is full, or the system allows no file of this size; nothing is left.
+        DiffsieveError: ffmpeg failed otherwise; nothing is left under `target`.
     """
     write_mp4_chunks(target, [frames], fps=fps)
 
@@ -75,6 +79,10 @@ def write_mp4_chunks(target: Path, chunks: Iterable[torch.Tensor], *, fps: int) 
         if process.returncode:
             messages.seek(0)
             text = messages.read().decode(errors="replace").strip()
+            if "No space left on device" in text:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+            if process.returncode == -getattr(signal, "SIGXFSZ", 0):
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(target))
             raise DiffsieveError(f"ffmpeg could not write {target}: {text}")
 
 
