@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from diffsieve.app.models import Shelf
+from tests.app.browser import MISSING, find_chromium
 from tests.app.conftest import Tiny
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "app_speed.py"
@@ -32,14 +33,28 @@ class Small(Tiny):
         return pipe
 
 
-def test_the_page_and_its_handler_are_asked_for_the_same(script, tmp_path):
+@pytest.fixture
+def small_shelf(tmp_path):
     (tmp_path / "generation_defaults.json").write_text(
         '{"steps": 3, "frames": 9, "height": 32, "width": 32, "guidance_scale": 1.0, "max_sequence_length": 16,'
         ' "fps": 8, "prompts": ["a fox"]}'
     )
-    found = [
-        script.measure(Shelf({"tiny": "tiny"}, load=Small(tmp_path)), without_page=without) for without in (False, True)
-    ]
+    return lambda: Shelf({"tiny": "tiny"}, load=Small(tmp_path))
+
+
+def test_the_page_is_timed_in_a_browser(script, small_shelf):
+    if find_chromium() is None:
+        pytest.skip(MISSING)
+    report = script.look(small_shelf(), openings=1)
+    assert report["measured"].startswith("the page in Chromium over HTTP")
+    assert len(report["seconds_ready"]) == 1
+    (row,) = report["runs"]
+    assert (row["settings"]["steps"], row["settings"]["frames"]) == (3, 9)
+    assert row["seconds"] >= row["seconds_dense"] + row["seconds_sparse"]
+
+
+def test_the_page_and_its_handler_are_asked_for_the_same(script, small_shelf):
+    found = [script.measure(small_shelf(), without_page=without) for without in (False, True)]
     assert [report["measured"] for report in found] == [
         "/compare of the server",
         "the handler that the page calls, without the page",
