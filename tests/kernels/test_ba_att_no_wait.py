@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diffsieve.kernels.ba_att import ba_attention
-from diffsieve.kernels.ba_att.calibration import _attention_mass
+from diffsieve.kernels.ba_att import CANDIDATE_ORDERS, ba_attention
+from diffsieve.kernels.ba_att.calibration import _calibrate_op
 from diffsieve.kernels.ba_att.ordering import _sort_all_heads, _sort_known_heads
 
 GRID, LENGTH, HEADS = (5, 9, 10), 450, 4
@@ -74,12 +74,18 @@ def test_orders_of_heads(table, fused):
             _sort_all_heads(query, key, on_device, kept, 64, True)
 
 
-def test_mass_of_the_calibration():
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("compensate", ["none", "centroid"])
+def test_calibration(compensate, backend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    # What the operation does, which its fake stands in for otherwise. beta, center_keys, log_count, descending, window,
+    # second_order; then compensate, score, text_prefix, text_suffix, scale, probe_blocks.
+    options = (GRID, 0.5, 32, 0.5, True, True, True, 64, True, compensate, "residual", 20, 0, 0.125, 4, backend)
     with FakeTensorMode():
-        query, key = on_a_gpu(2, HEADS, 2 * 32, 16), on_a_gpu(2, LENGTH, 2, 16).transpose(1, 2)
+        inputs = [on_a_gpu(2, LENGTH + 20, heads, 64).transpose(1, 2) for heads in (HEADS, 2, 2)]
         with NoWait():
-            mass = _attention_mass(query, key, 32, 0.25)
-    assert (mass.shape, mass.dtype) == ((2, HEADS, 2, LENGTH), torch.float32)
+            errors = _calibrate_op._init_fn(*inputs, *options)
+    assert (errors.shape, errors.dtype) == ((HEADS, len(CANDIDATE_ORDERS)), torch.float32)
 
 
 def test_a_wait_is_noticed():
