@@ -5,16 +5,20 @@ into other tests. Writes one JSON object to stdout: case name -> what the test a
 """
 
 import json
+import math
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.block_sparse import block_sparse_attention, choose_backend
+from diffsieve.kernels.block_sparse import block_sparse_attention, choose_backend, triton_backend
 from diffsieve.kernels.block_sparse.triton_backend import block_sparse_attention_triton
 from tests.kernels.cases import ONE_KEY_CASES, TRITON_CASES
 from tests.kernels.interpreted_contraction import contract_products
@@ -65,6 +69,31 @@ def measure_one_key(case: testing.AttentionCase, dtype: torch.dtype) -> dict[str
     }
 
 
+def flags() -> dict[str, list[int]]:
+    """Flags of three programs of 16 rows and one key block each, of which the second meets so large a logit."""
+    query = torch.zeros(1, 1, 48, 16, dtype=torch.float16)
+    query[:, :, 16:32, 0] = 64.0
+    index = torch.arange(3, dtype=torch.int32).view(1, 1, 3, 1)
+    kernel, seen = triton_backend.block_sparse_fwd_kernel, []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*args: Any, **options: Any) -> None:
+                kernel[grid](*args, **options)
+                seen.append(args[kernel.arg_names.index("flags")].flatten().tolist())
+
+            return launch
+
+    for largest in (8188, 8300, -8188, -8300):
+        key = torch.zeros_like(query)
+        key[:, :, 16:32, 0] = largest / 64
+        with mock.patch.object(triton_backend, "block_sparse_fwd_kernel", Recorder()):
+            block_sparse_attention_triton(
+                query, key, key, index, None, block_size=16, scale=math.log(2), return_lse=False, use_descriptors=False
+            )
+    return dict(zip(("8188", "8300", "-8188", "-8300"), seen[1::2], strict=True))
+
+
 def out_of_range() -> dict[str, bool]:
     """Lists that only a GPU would let through: nothing outside the tensors may be read, so nothing may be NaN."""
     case = testing.AttentionCase(heads=1, kv_heads=1, len_q=40, len_k=40, dim=16, block_size=16, layout="padded")
@@ -94,7 +123,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     report = {f"{case}-{name}": measure(case, dtype) for case in TRITON_CASES for name, dtype in DTYPES.items()}
-    report = {"cases": report, "out_of_range": out_of_range(), "choices": choices()}
+    report = {"cases": report, "out_of_range": out_of_range(), "choices": choices(), "flags": flags()}
     contract_products()
     report["one_key"] = {
         f"{case}-{name}": measure_one_key(case, dtype) for case in ONE_KEY_CASES for name, dtype in DTYPES.items()

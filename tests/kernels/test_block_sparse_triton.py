@@ -43,6 +43,11 @@ def test_interpreted_result_where_one_key_takes_all_of_the_weight(interpreted, c
 
 
 @pytest.mark.slow
+def test_interpreted_programs_with_large_logits_alone_are_computed_again(interpreted):
+    assert interpreted["flags"] == {"8188": [0, 0, 0], "8300": [0, 1, 0], "-8188": [0, 0, 0], "-8300": [0, 1, 0]}
+
+
+@pytest.mark.slow
 def test_interpreted_lists_out_of_range_read_nothing_outside(interpreted):
     assert all(interpreted["out_of_range"].values()), interpreted["out_of_range"]
 
@@ -52,7 +57,9 @@ def test_interpreter_runs_only_when_asked_for(interpreted):
     assert interpreted["choices"] == {"auto": "torch", "triton": "triton"}
 
 
-def _compile(arch: int, dtype: str, dim: int, block_size: int, tile: TileConfig, descriptors: bool):
+def _compile(
+    arch: int, dtype: str, dim: int, block_size: int, tile: TileConfig, descriptors: bool, subtract_first: bool
+):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -62,10 +69,11 @@ def _compile(arch: int, dtype: str, dim: int, block_size: int, tile: TileConfig,
     constants: dict[str, object] = {
         "BLOCK_SIZE": block_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEAD_DIM": dim, "BLOCK_D": dim,
         "HAS_COUNT": True, "STORE_LSE": True, "USE_DESCRIPTOR": descriptors, "PRECISION": "ieee",
-        "NUM_STAGES": tile.num_stages, "SUBTRACT_FIRST": True, "flags": None,
+        "NUM_STAGES": tile.num_stages, "SUBTRACT_FIRST": subtract_first,
         "stride_qd": 1, "stride_kd": 1, "stride_vd": 1, "stride_od": 1,
     }  # fmt: skip
-    types = {"out": f"*{dtype}", "lse": "*fp32", "block_index": "*i32", "block_count": "*i32", "scale_log2": "fp32"}
+    types = {"out": f"*{dtype}", "lse": "*fp32", "flags": "*i32", "block_index": "*i32", "block_count": "*i32"}
+    types["scale_log2"] = "fp32"
     for name, rows in (("query", tile.block_m), ("key", tile.block_n), ("value", tile.block_n)):
         types[name] = f"tensordesc<{dtype}[1, 1, {rows}, {dim}]>" if descriptors else f"*{dtype}"
     signature, attributes = {}, {}
@@ -94,11 +102,12 @@ def _compile(arch: int, dtype: str, dim: int, block_size: int, tile: TileConfig,
     ],
     ids=lambda value: {True: "descriptors", False: "pointers"}.get(value) if isinstance(value, bool) else str(value),
 )
-def test_compiles_without_a_gpu(arch, dtype, dim, block_size, descriptors):
+@pytest.mark.parametrize("subtract_first", [False, True], ids=["first", "second"])
+def test_compiles_without_a_gpu(arch, dtype, dim, block_size, descriptors, subtract_first):
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("TRITON_INTERPRET=1 replaces the compiler")
     tile = select_tile(divmod(arch, 10), dim, block_size, 4 if dtype == "fp32" else 2)
-    compiled = _compile(arch, dtype, dim, block_size, tile, descriptors)
+    compiled = _compile(arch, dtype, dim, block_size, tile, descriptors, subtract_first)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" in ptx) == (arch == 90)

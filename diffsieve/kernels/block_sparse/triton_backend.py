@@ -3,10 +3,12 @@
 Legend: BM queries per program, BN keys per step, D head dimension padded to a power of two. One program computes BM
 rows of one query block: exact online softmax over the kept key blocks, in base 2, accumulated in fp32.
 
-A weight is exp2((s - max) * c), s a product of a query and a key and c the scale in base 2. So the largest one of a row
-is exactly 1, however large s is: the other way, exp2(s * c - max * c), is one instruction less, but rounds the second
-product and not the first. From logits near 10^5 on the largest weight then is off 1 by up to 0.003. That cancels out of
-weights over their sum until rounding weights to 16 bits, for the product with the values, undoes it in one of the two.
+A weight is exp2(s * c - max * c), s a product of a query and a key and c the scale in base 2: one instruction, but the
+second product is rounded, the first is not. From logits near 10^5 on the largest weight is off 1 by up to 0.003. That
+cancels out of weights over their sum until rounding weights to 16 bits, for the product with the values, undoes it in
+one of the two. So programs with a row maximum of 2^13 or more get a flag (below it the largest weight is rounded to 1,
+see `hopper_kernel.py`), and a second launch computes them by exp2((s - max) * c), of which the largest is exactly 1.
+fp32 rounds no weights; there the only launch subtracts first.
 
 The lists are ascending, so the short block at the end of the keys can only be the last entry: the main loop needs no
 mask on the logits. Entries out of range are clamped, and loads never pass the true lengths.
@@ -178,14 +180,11 @@ def block_sparse_attention_triton(
     return_lse: bool,
     tile: TileConfig | None = None,
     use_descriptors: bool | None = None,
-    second_launch: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Same meaning as `reference.block_sparse_attention_reference`; the log-sum-exp is None unless asked for.
 
     Args:
         tile: overrides those that were tuned for this GPU (`tuned_tiles`) and the table of `tiles.py`.
-        second_launch: weights by exp2(s * c - max * c), and those programs again with a row maximum above 2^13, where
-            that would show in 16 bits.
         use_descriptors: tensor descriptors (TMA) or plain pointers; by default descriptors where the strides allow
             them and the tensor cores read shared memory. On others (sm_120) they would keep the queries in registers.
     """
@@ -213,6 +212,7 @@ def block_sparse_attention_triton(
             _descriptor(value, tile.block_n),
         ]
     grid = (cdiv(len_q, tile.block_m), heads, batch)
+    second_launch = query.element_size() == 2
     flags = query.new_empty((batch, heads, grid[0]), dtype=torch.int32) if second_launch else None
     with torch.cuda.device_of(query):
         for subtract_first in (False, True) if second_launch else (True,):
