@@ -5,6 +5,7 @@ A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. Tests chec
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -177,34 +178,86 @@ def _or_dash(milliseconds: float | None, times: int = 1) -> str:
     return "-" if milliseconds is None else f"{times * milliseconds:.2f}"
 
 
-_IN_BRIEF = ("dense, another kernel (noise floor)", "default", "mean pooling, raster", "paper")
+_ORDERS = ("hindsight", "default", "beta 1", "order frame_hilbert", "order by recall")
+_FIXED = (
+    "order frame_hilbert", "order hilbert", "order raster", "order hilbert_window", "order norm_sort", "oracle raster",
+    "antidiagonal 8", "antidiagonal 16", "mean pooling", "no sort", "random", "paper",
+)  # fmt: skip
 
 
-def fidelity_table(brief: bool = False) -> str:
-    """How close sparse clips of mini-wan are to dense ones, as a Markdown table; `brief`: of the presets alone."""
-    report = _result("h200/mini_wan_fidelity.json")
-    settings = report["settings"]
-    tokens = (settings["frames"] // 4 + 1) * settings["height"] * settings["width"] // 64
+def orders_table() -> str:
+    """How close clips of mini-wan are to dense ones by how the heads choose their orders, as a Markdown table."""
+    clips = _result("h200/study_orders.json")["clips"]
+    sparsities = (0.5, 0.75, 0.9)
+    found = {(row["variant"], row["sparsity"]): row for row in clips["rows"]}
     lines = [
-        f"Clips of mini-wan against dense ones from the same noise: {len(report['prompts'])} held-out prompts, "
-        f"{tokens:,} tokens, {settings['steps']} steps,",
-        f"{settings['warmup']:.0%} of them dense, blocks of {settings['block_size']}, {report['gpu']}, bf16 "
-        "(`python benchmarks/mini_wan_fidelity.py`; density of all",
-        "steps and layers together):",
+        f"{_about_study(clips)}:",
         "",
-        "| | sparsity | density | PSNR | SSIM |",
+        f"| | {' | '.join(f'{share:.0%}' for share in sparsities)} |",
+        "|---|---|---|---|",
+    ]
+    for name in _ORDERS:
+        means = [found[name, share]["metrics"] for share in sparsities]
+        cells = [f"{mean['psnr']['mean']:.2f} dB, {mean['ssim']['mean']:.4f}" for mean in means]
+        lines.append(f"| {_named(name)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fixed_orders_table(brief: bool = False) -> str:
+    """The same for variants that do not calibrate, `default` on their clips beside them; `brief`: of a few."""
+    clips = _result("h200/study_fixed_orders.json")["clips"]
+    found = {(row["variant"], row["sparsity"]): row for row in clips["rows"]}
+    lines = [
+        f"{_about_study(clips)}:",
+        "",
+        "| | PSNR, 50% | PSNR, 75% | SSIM, 50% | LPIPS, 50% |",
         "|---|---|---|---|---|",
     ]
-    for row in report["rows"]:
-        if brief and row["variant"] not in _IN_BRIEF:
-            continue
-        share = "" if row["sparsity"] is None else f"{row['sparsity']:.0%}"
-        density = row["density"]["mean"] if "density" in row else 1.0
-        name = row["variant"].replace("default", "`default`").replace("paper", "`paper`")
-        name = f"`default`, {name}" if name.startswith("order") else name
-        psnr, ssim = row["psnr"]["mean"], row["ssim"]["mean"]
-        lines.append(f"| {name} | {share} | {density:.2f} | {psnr:.2f} dB | {ssim:.4f} |")
+    own = [f"{_mean_on(clips['clips'], 'default', share):.2f} dB" for share in (0.5, 0.75)]
+    rows = [("noise floor", None)] + [(name, 0.5) for name in (("mean pooling", "paper") if brief else _FIXED)]
+    for name, share in rows:
+        metrics = found[name, share]["metrics"]
+        more = found.get((name, 0.75)) if share else None
+        cells = [
+            f"{metrics['psnr']['mean']:.2f} dB",
+            f"{more['metrics']['psnr']['mean']:.2f} dB" if more else "",
+            f"{metrics['ssim']['mean']:.4f}",
+            f"{metrics['lpips[alex]']['mean']:.4f}",
+        ]
+        lines.append(f"| {_named(name)} | {' | '.join(cells)} |")
+        if share is None:
+            lines.append(f"| `default` | {' | '.join(own)} | | |")
     return "\n".join(lines)
+
+
+def _about_study(clips: dict[str, Any]) -> str:
+    settings = clips["settings"]
+    seeds = f"seed{'s' * (len(clips['seeds']) > 1)} {', '.join(map(str, clips['seeds']))}"
+    return "\n".join(
+        [
+            f"Clips of mini-wan against dense ones from the same noise: {len(clips['prompts'])} held-out prompts, "
+            f"{seeds}, {settings['tokens']:,} tokens, {settings['steps']} steps,",
+            f"{settings['warmup']:.0%} of them dense, all layers sparse, blocks of {settings['block_size']}, backend "
+            f"`{settings['backend']}`, {settings['environment']['device_name']}, bf16 (`diffsieve study clips`; means "
+            "over clips)",
+        ]
+    )
+
+
+def _mean_on(clips: list[Any], variant: str, sparsity: float) -> float:
+    """Mean PSNR of a variant of the study of orders on other clips than all of its own."""
+    study = _result("h200/study_orders.json")["clips"]
+    (row,) = [row for row in study["rows"] if (row["variant"], row["sparsity"]) == (variant, sparsity)]
+    found = dict(zip(map(tuple, study["clips"]), row["psnr_by_clip"], strict=True))
+    return statistics.fmean(found[tuple(clip)] for clip in clips)
+
+
+def _named(variant: str) -> str:
+    if variant == "noise floor":
+        return "dense, another kernel (noise floor)"
+    if variant.startswith("order ") and variant != "order by recall":
+        return f"`default`, {variant}"
+    return f"`{variant}`" if variant in ("default", "paper") else variant
 
 
 def cpu_table() -> str:
@@ -312,8 +365,9 @@ def tables() -> dict[str, str]:
     return {
         "supported-models": supported_models_table(),
         "results": f"{kernel_table()}\n\n{call_table()}\n\n{cpu_table()}",
-        "fidelity": fidelity_table(),
-        "fidelity-in-brief": fidelity_table(brief=True),
+        "study-orders": orders_table(),
+        "study-fixed-orders": fixed_orders_table(),
+        "study-in-brief": fixed_orders_table(brief=True),
         "kernel-lengths": kernel_lengths_table(),
         "hopper-rates": hopper_rates_table(),
         "dense-lengths": dense_lengths_table(),
