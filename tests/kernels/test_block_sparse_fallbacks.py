@@ -16,7 +16,7 @@ from tests.kernels.failing import raise_in
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
 )
-CASE = AttentionCase(heads=2, kv_heads=2, dim=64, block_size=64, len_q=150, len_k=150)
+CASE = AttentionCase(heads=2, kv_heads=2, dim=64, block_size=128, len_q=150, len_k=150)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def nothing_failed(monkeypatch):
 
 def attend(**options):
     inputs = testing.make_inputs(CASE, dtype=torch.bfloat16)
-    return block_sparse_attention(*inputs.tensors(), block_size=64, **options)
+    return block_sparse_attention(*inputs.tensors(), block_size=CASE.block_size, **options)
 
 
 def test_auto_takes_the_next_one_and_says_so_once(hopper, caplog):
@@ -149,7 +149,9 @@ def test_gradients_go_to_torch_where_their_kernel_cannot_be_built(hopper, caplog
 
     def gradients(backend):
         leaves = [x.detach().clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
-        out = block_sparse_attention(*leaves, inputs.block_index, inputs.block_count, block_size=64, backend=backend)
+        out = block_sparse_attention(
+            *leaves, inputs.block_index, inputs.block_count, block_size=CASE.block_size, backend=backend
+        )
         out.square().sum().backward()
         return [x.grad for x in leaves]
 
