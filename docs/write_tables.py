@@ -19,8 +19,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 _KERNEL_TOKENS = 75_648
-# Shorter sequences run dense on GPUs.
-_CROSSOVER = 16_384
+_FASTEST = "dense, FlashAttention-3"
 PAGES = (
     "docs/ba-att.md",
     "docs/benchmarks.md",
@@ -53,15 +52,24 @@ def kernel_table() -> str:
             f"Block-sparse attention on one {report['device']} ({shape};",
             f"torch {versions['torch']}, Triton {versions['triton']}; {tables_of_bench.source(report)}):",
             "",
-            tables_of_bench.rate_table(report, _KERNEL_TOKENS),
+            tables_of_bench.rate_table(report, _KERNEL_TOKENS, share=0.5),
         ]
     )
 
 
+def kernel_rates_table() -> str:
+    """Time of all block-sparse kernels on an H200, as a Markdown table."""
+    return tables_of_bench.rate_table(_result("h200/bench/block-sparse.json"), _KERNEL_TOKENS)
+
+
 def kernel_lengths_table() -> str:
-    """Time of the block-sparse kernel on an H200 at all lengths, as a Markdown table."""
-    report = _result("h200/bench/block-sparse.json")
-    return tables_of_bench.speed_table(report, "triton")
+    """Time of the kernel `triton` on an H200 at all lengths, as a Markdown table."""
+    return tables_of_bench.speed_table(_result("h200/before/block-sparse.json"), "triton")
+
+
+def wan_table() -> str:
+    """Time of one forward of Wan transformers on an H200, as a Markdown table."""
+    return tables_of_bench.speed_table(_result("h200/bench/wan.json"), "BA-Att")
 
 
 def call_table() -> str:
@@ -69,7 +77,7 @@ def call_table() -> str:
     report = _result("h200/bench/ba-att.json")
     settings = report["settings"]
     own = f", blocks ranked by {settings['score']}" if settings["score"] != "residual" else ""
-    table = tables_of_bench.speed_table(report, "default", least_tokens=_CROSSOVER)
+    table = tables_of_bench.speed_table(report, "default", over=_FASTEST)
     return "\n".join(
         [
             f"The whole call of the preset `default` (an order per head{own}; {settings['heads']} heads of "
@@ -78,23 +86,35 @@ def call_table() -> str:
             "",
             table,
             "",
-            "Those of BA-Att are of CUDA graphs, without the host's time; factors are over cuDNN, the faster of "
+            "All are of CUDA graphs, without the host's time; factors are over FlashAttention-3, the fastest of "
             "the dense ones.",
+            "",
+            "One forward of a transformer of that size, random weights, compiled, with the first layer dense "
+            f"({tables_of_bench.source(_result('h200/bench/wan.json'))}):",
+            "",
+            wan_table(),
         ]
     )
 
 
 def hopper_rates_table() -> str:
-    """Rates of the backends for Hopper GPUs at half of the blocks, as a Markdown table."""
-    report = _result("h200/block_sparse_hopper.json")
-    lines = [
-        "| head size, block | dense, cuDNN | `triton` | `hopper-exact` | `hopper` |",
-        "|---|---|---|---|---|",
+    """Rates of the backends for Hopper GPUs at half of the blocks, as a Markdown table; "-" was not measured."""
+    tune = _result("h200/block_sparse_hopper.json")["tune"]
+    dense = {}
+    for shape, rows in tune.items():
+        (dense[shape],) = [row["tflops"] for row in rows if row["name"].endswith("cuDNN")]
+    later = _result("h200/bench/block-sparse.json")["rows"]
+    (dense["D128-b128"],) = [
+        row["tflops"] for row in later if row["tokens"] == _KERNEL_TOKENS and row["name"] == "dense, cuDNN"
     ]
-    for shape in sorted(report["tune"], key=_dim_and_block, reverse=True):
-        (dense,) = [row["tflops"] for row in report["tune"][shape] if row["name"].endswith("cuDNN")]
-        rates = RATES_SM90[_dim_and_block(shape)]
-        cells = [f"{rate:.0f}" for rate in (dense, *(rates[name] for name in ("triton", "hopper-exact", "hopper")))]
+    names = ("triton", "flash4", "hopper-exact", "hopper")
+    lines = [
+        f"| head size, block | dense, cuDNN | {' | '.join(f'`{name}`' for name in names)} |",
+        "|---" * (2 + len(names)) + "|",
+    ]
+    for shape in sorted(tune, key=_dim_and_block, reverse=True):
+        rates = {name: f"{rate:.0f}" for name, rate in RATES_SM90[_dim_and_block(shape)].items()}
+        cells = [f"{dense[shape]:.0f}", *(rates.get(name, "-") for name in names)]
         lines.append(f"| {', '.join(map(str, _dim_and_block(shape)))} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -333,7 +353,7 @@ def reproduction_table() -> str:
     rows = {row["name"]: row for row in report["rows"] if row["tokens"] == _KERNEL_TOKENS}
     attention = 4 * _TOKENS**2 * _HEADS * _DIM * _LAYERS / 1e12
     linear = 2 * _TOKENS * (6 * _WIDTH**2 + 2 * _WIDTH * _FFN) * _LAYERS / 1e12
-    sparse_rate = rows["triton, 50 % skipped"]["tflops"]
+    sparse_rate = rows["hopper, 50 % skipped"]["tflops"]
     lines = ["| attention | dense by cuDNN | dense by FlashAttention-2 |", "|---|---|---|"]
     for sparsity in (0.0, 0.5, 0.6):
         cells = []
@@ -368,7 +388,9 @@ def tables() -> dict[str, str]:
         "study-orders": orders_table(),
         "study-fixed-orders": fixed_orders_table(),
         "study-in-brief": fixed_orders_table(brief=True),
+        "kernel-rates": kernel_rates_table(),
         "kernel-lengths": kernel_lengths_table(),
+        "wan": wan_table(),
         "hopper-rates": hopper_rates_table(),
         "dense-lengths": dense_lengths_table(),
         "ba-att-steps": steps_table(),

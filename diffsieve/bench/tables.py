@@ -29,23 +29,26 @@ def markdown(results: Results) -> str:
 def source(results: Results) -> str:
     """How a result was made: its command, or what measures it now and where the figures are from."""
     if "origin" not in results:
-        return f"`{_without_values(results['legs'][0]['command'], '--out', '--max-seconds')}`"
+        commands = {_without_values(leg["command"], "--out", "--max-seconds") for leg in results["legs"]}
+        if len(commands) > 1:
+            return f"`diffsieve bench {results['operation']}`, {len(commands)} commands, given in its JSON"
+        return f"`{commands.pop()}`"
     commit = results["origin"]["commit"]
     return f"`diffsieve bench {results['operation']}`; figures of the script before it, in commit {commit}"
 
 
-def speed_table(results: Results, method: str, *, least_tokens: int = 0) -> str:
+def speed_table(results: Results, method: str, *, over: str | None = None) -> str:
     """Time by problem: what speed-ups are over, then a method at each sparsity with its speed-up.
 
     Args:
         results: of an operation with sparsities.
         method: of the rows shown beside the dense ones.
-        least_tokens: shorter problems are left out.
+        over: the dense method that speed-ups are over; by default that of the first column.
 
     Returns:
-        A table; speed-ups are over its first column.
+        A table; cells of what was not measured are empty.
     """
-    rows = [row for row in results["rows"] if row["ok"] and row["tokens"] >= least_tokens]
+    rows = [row for row in results["rows"] if row["ok"]]
     ours = [row for row in rows if row["method"] == method]
     dense = list(dict.fromkeys(name for row in ours for name in row.get("speedup", {})))
     shown = sorted({row["sparsity"] for row in ours if row["sparsity"]})
@@ -54,19 +57,22 @@ def speed_table(results: Results, method: str, *, least_tokens: int = 0) -> str:
     for problem in dict.fromkeys(row["problem"] for row in ours):
         times = {row["method"]: best_ms(row) for row in rows if row["problem"] == problem and row["sparsity"] is None}
         sparse = {row["sparsity"]: row for row in ours if row["problem"] == problem}
-        cells = [problem, *(_ms(times.get(name)) for name in dense), *(_speed(sparse.get(share)) for share in shown)]
+        cells = [
+            problem,
+            *(_ms(times.get(name)) for name in dense),
+            *(_speed(sparse.get(share), over) for share in shown),
+        ]
         lines.append(_line(cells))
     return "\n".join(lines)
 
 
-def rate_table(results: Results, tokens: int) -> str:
-    """Time and rate of every kernel at one length."""
+def rate_table(results: Results, tokens: int, *, share: float | None = None) -> str:
+    """Time and rate of every kernel at one length; with `share`, of the dense ones and of those that skip that much."""
     lines = ["| kernel | time | rate |", "|---|---|---|"]
     for row in results["rows"]:
-        if row["ok"] and row["tokens"] == tokens:
-            name = (
-                row["method"] if row["sparsity"] is None else f"`{row['method']}`, {percent(row['sparsity'])} skipped"
-            )
+        if row["ok"] and row["tokens"] == tokens and (share is None or row["sparsity"] in (None, share)):
+            name = row["method"] if row.get("peer") or row["sparsity"] is None else f"`{row['method']}`"
+            name += "" if row["sparsity"] is None else f", {percent(row['sparsity'])} skipped"
             lines.append(f"| {name} | {_ms(best_ms(row))} | {row['tflops']:.0f} TFLOP/s |")
     return "\n".join(lines)
 
@@ -110,10 +116,11 @@ def _ms(value: float | None) -> str:
     return f"{value:,.{digits}f} ms"
 
 
-def _speed(row: Mapping[str, Any] | None) -> str:
+def _speed(row: Mapping[str, Any] | None, over: str | None) -> str:
     if row is None:
         return ""
-    ratio = next(iter(row.get("speedup", {}).values()), None)
+    ratios = row.get("speedup", {})
+    ratio = next(iter(ratios.values()), None) if over is None else ratios.get(over)
     return _ms(best_ms(row)) + ("" if ratio is None else f", {ratio:.2f}x")
 
 

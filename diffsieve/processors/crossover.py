@@ -30,7 +30,7 @@ def crossover(device_type: str, capability: tuple[int, int] | None = None, gpu: 
         return Crossover(8_192, estimate=True)
     if gpu == "NVIDIA H200":
         # The whole call of the preset, compiled, half of the blocks skipped, beside cuDNN: 0.64x at 8,192
-        # tokens, 1.07x at 16,384 (benchmarks/results/h200/bench/ba-att.json), by the backend `triton` and with scores
+        # tokens, 1.07x at 16,384 (benchmarks/results/h200/before/ba-att.json), by the backend `triton` and with scores
         # of moments: not measured again since.
         return Crossover(16_384)
     # What is gained grows with the square of the length over the rate of dense attention, what the selection costs with

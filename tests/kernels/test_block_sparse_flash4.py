@@ -11,12 +11,15 @@ from torch._subclasses import FakeTensorMode
 
 from diffsieve.errors import BackendUnavailableError
 from diffsieve.kernels import testing
-from diffsieve.kernels.block_sparse import block_sparse_attention, choose_backend, flash4_backend
+from diffsieve.kernels.block_sparse import backends, block_sparse_attention, choose_backend, flash4_backend
 from diffsieve.kernels.block_sparse.rates import RATES_SM90, by_rate
 from diffsieve.kernels.block_sparse.reference import block_sparse_attention_reference
 from diffsieve.kernels.testing import AttentionCase
 from tests.kernels import flash4_stand_in
 
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
+)
 BASE = AttentionCase(heads=2, kv_heads=2, dim=64, block_size=64, len_q=150, len_k=200)
 CASES = [
     replace(BASE, density=1.0),
@@ -127,22 +130,32 @@ def test_runs_by_name_on_a_hopper_gpu(monkeypatch):
     assert (choice.name, choice.reason) == ("flash4", "asked for by name")
 
 
-def test_compiled_code_leaves_the_package_to_the_op(monkeypatch):
+@needs_triton
+@pytest.mark.parametrize(("asked", "installed", "name"), [("flash4", True, "flash4"), ("auto", False, "triton")])
+def test_compiled_code_leaves_the_package_to_the_op(asked, installed, name, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(backends, "_HAS_FLASH_ATTN", installed)
+    monkeypatch.setattr(f"{backends.__package__}.hopper_backend.GLUON_OBSTACLE", "needs Triton 3.6 to 3.8")
 
     def function(x):
-        return x + 1, choose_backend(x, x, block_size=128, backend="flash4").name
+        return x + 1, choose_backend(x, x, block_size=128, backend=asked).name
 
     compiled = torch.compile(function, fullgraph=True, backend="eager")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert compiled(torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16))[1] == "flash4"
+        assert compiled(torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16))[1] == name
 
 
-def test_auto_passes_it_by_until_its_tests_have_run_on_a_gpu():
-    assert RATES_SM90[128, 128]["flash4"] < RATES_SM90[128, 128]["hopper-exact"]
-    for shape in RATES_SM90:
-        assert "flash4" not in by_rate((9, 0), *shape)
+@needs_triton
+def test_auto_takes_it_where_it_was_measured_to_be_the_next(monkeypatch):
+    assert by_rate((9, 0), 128, 128) == ("hopper", "hopper-exact", "flash4", "triton")
+    assert all("flash4" not in by_rate((9, 0), *shape) for shape in RATES_SM90 if shape != (128, 128))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(f"{backends.__package__}.hopper_backend.GLUON_OBSTACLE", "needs Triton 3.6 to 3.8")
+    for obstacle, name in ((None, "flash4"), ("needs the package flash-attn-4", "triton")):
+        monkeypatch.setattr(flash4_backend, "interface_obstacle", lambda obstacle=obstacle: obstacle)
+        choice = choose_backend(gpu_query(), gpu_query(), block_size=128)
+        assert (choice.name, choice.passed_over) == (name, "hopper needs Triton 3.6 to 3.8")
 
 
 @pytest.mark.parametrize(

@@ -387,8 +387,13 @@ def test_tiles_and_rates_are_those_measured():
         measured = rows[best["fixed"], str(tile)]
         # Two runs differ by that much.
         assert rows[best["fixed"], str(best["tile"])]["tflops"] < 1.02 * measured["tflops"]
-        assert RATES_SM90[dim, block_size][name] == round(measured["tflops"], 1)
-        assert RATES_SM90[dim, block_size]["triton"] == round(triton["tflops"], 1)
+        if (dim, block_size) != (128, 128):
+            assert RATES_SM90[dim, block_size][name] == round(measured["tflops"], 1)
+            assert RATES_SM90[dim, block_size]["triton"] == round(triton["tflops"], 1)
+    later = json.loads((path.parent / "bench/block-sparse.json").read_text(encoding="utf-8"))
+    rows = {row["method"]: row for row in later["rows"] if row["tokens"] == 75_648 and row["sparsity"] == 0.5}
+    for name, rate in RATES_SM90[128, 128].items():
+        assert rate == round(rows["FlashAttention-4" if name == "flash4" else name]["tflops"], 1)
     assert select_hopper_tile(64, 512) == select_hopper_tile(64, 128)
 
 
@@ -396,7 +401,7 @@ def on_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, **chang
     """A query on a GPU that is not there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     values = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 2, 4096, 128), "device": torch.device("cuda:0")}
-    return mock.Mock(**values | changes)
+    return mock.Mock(**values | changes, **{"numel.return_value": 2**20})
 
 
 @pytest.mark.parametrize(
@@ -424,10 +429,11 @@ def test_auto_takes_the_fastest_that_can_run(changes, block_size, capability, na
 
 
 def test_auto_takes_triton_where_gluon_is_unusable(monkeypatch):
-    from diffsieve.kernels.block_sparse import hopper_backend
+    from diffsieve.kernels.block_sparse import flash4_backend, hopper_backend
 
     query = on_gpu((9, 0), monkeypatch)
     monkeypatch.setattr(hopper_backend, "GLUON_OBSTACLE", "needs Triton 3.6 to 3.8, whose Gluon it is written for")
+    monkeypatch.setattr(flash4_backend, "interface_obstacle", lambda: "needs the package flash-attn-4")
     choice = choose_backend(query, query, block_size=128)
     assert choice.name == "triton"
     assert "hopper needs Triton 3.6 to 3.8" in choice.reason

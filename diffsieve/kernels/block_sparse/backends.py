@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ BACKENDS = ("auto", "reference", "torch", "triton", "hopper", "hopper-exact", "f
 
 _HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 _HOPPER_DIMS = (64, 128)
+# Asked once, as for Triton.
+_HAS_FLASH_ATTN = importlib.util.find_spec("flash_attn") is not None
 
 
 def choose_backend(query: Tensor, key: Tensor, *, block_size: int, backend: str = "auto") -> BackendChoice:
@@ -102,7 +106,7 @@ def _flash4_obstacle(query: Tensor, block_size: int) -> str | None:
         return f"needs tensors of less than 2^31 elements, got {query.numel()}"
     # The import of a package cannot be traced. The op is no traced code: it asks again when it runs.
     if torch.compiler.is_compiling():
-        return None
+        return None if _HAS_FLASH_ATTN else "needs the package flash-attn-4, which is not installed"
     from .flash4_backend import interface_obstacle
 
     return interface_obstacle()
