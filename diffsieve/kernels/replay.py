@@ -176,12 +176,11 @@ class _Call:
         tuples: list[list[tuple[list[Any], int]]] = []
         self.constants, self.addresses = constants, addresses
 
-        def enter(arg: Any) -> tuple[list[Any], int]:
-            """The list that holds the argument, and where."""
+        # Two functions: one that calls itself would keep what was recorded until the garbage collector finds it.
+        def enter_one(arg: Any) -> tuple[list[Any], int]:
+            """The list that holds a constant or an address, and where."""
             kind: list[Any] = constants
-            if isinstance(arg, tuple):
-                kind, arg = tuples, [enter(x) for x in arg]
-            elif isinstance(arg, Tensor):
+            if isinstance(arg, Tensor):
                 number, offset = recording.place(arg)
                 if number not in origins:  # only what a launch takes needs room
                     origins[number] = n_inputs, self.scratch_bytes
@@ -191,6 +190,13 @@ class _Call:
                 kind, arg = addresses, (origin, begin + offset)
             kind.append(arg)
             return kind, len(kind) - 1
+
+        def enter(arg: Any) -> tuple[list[Any], int]:
+            """The same of any argument; tuples hold no tuples."""
+            if not isinstance(arg, tuple):
+                return enter_one(arg)
+            tuples.append([enter_one(x) for x in arg])
+            return tuples, len(tuples) - 1
 
         entered = [[enter(arg) for arg in args] for _, _, args in recording.launches]
 

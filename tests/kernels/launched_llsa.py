@@ -4,8 +4,10 @@ Kernels of LLSA are compiled for sm_90 and nearly launched, by whole calls and b
 driver is noted. Writes one JSON object to stdout: what each test asserts on.
 """
 
+import gc
 import json
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -33,6 +35,14 @@ class Launch(NamedTuple):
 LAUNCHES: list[Launch] = []
 
 
+def flatten(types: Sequence[Any], values: Sequence[Any], args: list[Any]) -> None:
+    for kind, value in zip(types, values, strict=True):
+        if isinstance(kind, tuple):
+            flatten(kind, value, args)
+        else:
+            args.append((value,) if kind[0] == "*" and isinstance(value, int) else value)
+
+
 class Launcher:
     """Notes a launch instead of making it."""
 
@@ -41,15 +51,7 @@ class Launcher:
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: int, metadata: Any, *rest: Any) -> None:
         args: list[Any] = []
-
-        def flatten(types: Sequence[Any], values: Sequence[Any]) -> None:
-            for kind, value in zip(types, values, strict=True):
-                if isinstance(kind, tuple):
-                    flatten(kind, value)
-                else:
-                    args.append((value,) if kind[0] == "*" and isinstance(value, int) else value)
-
-        flatten(self.types, rest[3:])
+        flatten(self.types, rest[3:], args)
         LAUNCHES.append(Launch(self.hash, (x, y, z), args))
 
 
@@ -212,6 +214,24 @@ def is_repeated(function: Any, make: Callable[[], Sequence[Tensor | None]], opti
     return all(not isinstance(arg, Tensor) for launch in LAUNCHES for arg in launch.args)
 
 
+def frees_what_it_recorded(function: Any, make: Callable[[], Sequence[Tensor | None]], options: Any) -> bool:
+    """Whether no tensor of a recorded call is left after it, without the garbage collector."""
+    found: list[weakref.ref[Tensor]] = []
+
+    def noted(inputs: Sequence[Tensor | None], *rest: Any) -> Any:
+        found.extend(weakref.ref(x) for x in inputs if x is not None)
+        return function(inputs, *rest)
+
+    gc.collect()
+    gc.disable()
+    try:
+        replay.replayed(noted, make(), *options)
+        LAUNCHES.clear()
+        return len(found) > 0 and all(ref() is None for ref in found)
+    finally:
+        gc.enable()
+
+
 def with_an_operation(inputs: Sequence[Tensor], *options: Any) -> Any:
     """What cannot be repeated by launches alone."""
     inputs[0].mul_(2)
@@ -261,6 +281,7 @@ def main() -> None:
     knobs.runtime.launch_enter_hook.add(hook)
     report["not repeated"]["profiler"] = not is_repeated(select, select_inputs, SELECT)
     knobs.runtime.launch_enter_hook.remove(hook)
+    report["frees what it recorded"] = frees_what_it_recorded(backward, differentiate_inputs, nested)
     with mock.patch.object(replay, "_MOST_CALLS", 1):
         report["forgotten"] = is_repeated(attend, attend_inputs, ATTEND) and len(replay._CALLS) == 1
     report["memory"] = {f"{n} tokens": memory_ratio(n, levels) for n, levels in ((16_384, 2), (262_144, 3))}

@@ -41,6 +41,10 @@ def test_calls_are_forgotten_when_there_are_too_many(launched):
     assert launched["forgotten"]
 
 
+def test_a_recorded_call_leaves_no_tensor_to_the_garbage_collector(launched):
+    assert launched["frees what it recorded"]
+
+
 def test_a_repeated_backward_takes_no_memory_that_no_kernel_uses(launched):
     """Before, copies that were not made had room: 1.51 at 262,144 tokens on an H200."""
     for case, ratio in launched["memory"].items():
