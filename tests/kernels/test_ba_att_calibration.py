@@ -16,6 +16,7 @@ from diffsieve.kernels.ba_att import (
     select_blocks,
     token_orders,
 )
+from diffsieve.kernels.ba_att.calibration import probe_count
 from diffsieve.kernels.ba_att.reference import attention_of_head, orders_of_head, scores_of_head, select_row
 from diffsieve.kernels.ba_att.synthetic import SYNTHETIC_HEADS, attention_by_block, kept_mass, synthetic_head
 
@@ -124,6 +125,17 @@ def test_choice(errors, order):
 
 def test_choice_without_margin():
     assert choose_orders(torch.tensor([[0.5001, 0.5, 0.5, 0.6, 0.7]]), tie_margin=0).tolist() == [1]
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(100, 1), (4_032, 7), (16_384, 32), (17_600, 32), (75_600, 32)])
+def test_blocks_measured_by_default(tokens, blocks):
+    assert probe_count(tokens, 128) == blocks
+
+
+def test_default_leaves_the_text_out(generator):
+    tokens = torch.randn(3, 1, 2, 470, 16, generator=generator)
+    given = calibrate_orders(*tokens, text_suffix=20, probe_blocks=3, **MAKE)
+    assert torch.equal(calibrate_orders(*tokens, text_suffix=20, **MAKE), given)
 
 
 def test_error_decides_where_recall_would_choose_otherwise(generator):
