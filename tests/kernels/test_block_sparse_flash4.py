@@ -135,7 +135,7 @@ def test_runs_by_name_on_a_hopper_gpu(monkeypatch):
 def test_compiled_code_leaves_the_package_to_the_op(asked, installed, name, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(backends, "_HAS_FLASH_ATTN", installed)
+    monkeypatch.setattr(backends, "_HAS_FLASH4", installed)
     monkeypatch.setattr(f"{backends.__package__}.hopper_backend.GLUON_OBSTACLE", "needs Triton 3.6 to 3.8")
 
     def function(x):
@@ -144,6 +144,18 @@ def test_compiled_code_leaves_the_package_to_the_op(asked, installed, name, monk
     compiled = torch.compile(function, fullgraph=True, backend="eager")
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert compiled(torch.empty(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16))[1] == name
+
+
+def test_another_package_with_its_module_is_not_it(tmp_path, monkeypatch):
+    """FlashAttention-2 has the module `flash_attn` too."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    (tmp_path / "flash_attn-2.8.3.dist-info").mkdir()
+    (tmp_path / "flash_attn-2.8.3.dist-info" / "METADATA").write_text("Name: flash-attn\nVersion: 2.8.3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert backends._is_installed("flash-attn")
+    assert importlib.util.find_spec("flash_attn") is not None
+    assert not backends._is_installed("flash-attn-4")
 
 
 @needs_triton

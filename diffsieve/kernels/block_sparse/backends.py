@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from importlib.metadata import PackageNotFoundError, distribution
 
 import torch
 from torch import Tensor
@@ -16,8 +16,19 @@ BACKENDS = ("auto", "reference", "torch", "triton", "hopper", "hopper-exact", "f
 
 _HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 _HOPPER_DIMS = (64, 128)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package of this name is installed: the module of FlashAttention-4 is `flash_attn`, as that of 2 is."""
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 # Asked once, as for Triton.
-_HAS_FLASH_ATTN = importlib.util.find_spec("flash_attn") is not None
+_HAS_FLASH4 = _is_installed("flash-attn-4")
 
 
 def choose_backend(query: Tensor, key: Tensor, *, block_size: int, backend: str = "auto") -> BackendChoice:
@@ -106,7 +117,7 @@ def _flash4_obstacle(query: Tensor, block_size: int) -> str | None:
         return f"needs tensors of less than 2^31 elements, got {query.numel()}"
     # The import of a package cannot be traced. The op is no traced code: it asks again when it runs.
     if torch.compiler.is_compiling():
-        return None if _HAS_FLASH_ATTN else "needs the package flash-attn-4, which is not installed"
+        return None if _HAS_FLASH4 else "needs the package flash-attn-4, which is not installed"
     from .flash4_backend import interface_obstacle
 
     return interface_obstacle()
