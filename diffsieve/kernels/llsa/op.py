@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...errors import UserInputError
 from ..custom_ops import custom_op
@@ -350,8 +349,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(query, key, value, *output, *indices, *pooled)
 
 
-def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value, out, lse, *others = ctx.saved_tensors
+def _gradients(
+    ctx: Any, saved: Sequence[Tensor], grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, out, lse, *others = saved
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     gradients: tuple[Tensor, Tensor, Tensor] = _attention_backward_op(
@@ -361,7 +362,8 @@ def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tu
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    return (*_gradients(ctx, grad_out, grad_lse), [None] * ctx.levels, [None] * ctx.pooled, *[None] * len(ctx.options))
+    gradients = _gradients(ctx, ctx.saved_tensors, grad_out, grad_lse)
+    return (*gradients, [None] * ctx.levels, [None] * ctx.pooled, *[None] * len(ctx.options))
 
 
 torch.library.register_autograd("diffsieve::llsa_attention", _backward, setup_context=_setup_context)
@@ -387,6 +389,25 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (*_gradients(ctx, grads[0], grads[1]), None, None, *[None] * (ctx.levels + ctx.pooled))
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = _gradients(ctx, saved, grads[0], grads[1])
+        if torch.is_grad_enabled():  # `create_graph`
+            gradients = _Undifferentiable.apply(*saved[:3], *gradients)
+        return (*gradients, None, None, *[None] * (ctx.levels + ctx.pooled))
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """Gradients that depend on query, key and value, in a way that has no derivative here.
+
+    `once_differentiable` takes them for constants where the gradient of the output is one, as that of its sum is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+        raise NotImplementedError("llsa_attention has no second derivative")
