@@ -161,8 +161,10 @@ def test_promises_are_error_and_recall_of_the_calibrating_step(config):
         )
         order = token_orders(*tensors[:2], grid_thw=captured.grid_thw, orders=name, block_size=16)
         mass = block_mass(*tensors[:2], order, block_size=16, scale=captured.scale)
-        # All three blocks of queries are measured.
-        error = (out - dense)[0, head].norm() / dense[0, head].norm()
+        # A quarter of three blocks of queries, at least one, is measured: the middle one of the order.
+        rows = torch.arange(48) if order.query is None else order.query.expand(1, HEADS, 48)[0, head]
+        out_row, dense_row = out[0, head, rows[16:32]], dense[0, head, rows[16:32]]
+        error = (out_row - dense_row).norm() / dense_row.norm()
         assert row["predicted"]["error"][head] == pytest.approx(float(error), rel=1e-3)
         recall = kept_share(mass, info.block_index, info.block_count)[0, head]
         assert row["predicted"]["recall"][head] == pytest.approx(float(recall), abs=1e-5)
