@@ -29,7 +29,7 @@ def test_of_each_device():
 @pytest.mark.parametrize(
     ("path", "device", "method"),
     [
-        ("h200/bench/ba-att.json", ("cuda", (9, 0), "NVIDIA H200"), "default"),
+        ("h200/before/ba-att.json", ("cuda", (9, 0), "NVIDIA H200"), "default"),
         ("cpu/bench/block-sparse.json", ("cpu",), "torch"),
     ],
 )
