@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
@@ -20,9 +18,6 @@ if TYPE_CHECKING:
 
 class RunProgress:
     """Shows the reports of a run; used as a context manager, and called with each `Progress`.
-
-    Ctrl-C ends the run with the next report at the latest: Python and PyTorch drop a `KeyboardInterrupt` that comes
-    while they run a finalizer or look for an attribute.
 
     Args:
         model: what is loaded first; the bars start with the first report, and leave the terminal to the bars of a
@@ -51,35 +46,19 @@ class RunProgress:
         self._total: TaskID | None = None
         self._item = -1
         self._started = 0.0
-        self._interrupted = False
-        self._listens = False  # to Ctrl-C
 
     def __enter__(self) -> Self:
         self._console.print(f"loading {self._model}", highlight=False, markup=False)
         if self._model in EMBEDDED:
             _disable_loading_bars()
-        # Python's own handling alone is replaced, and only the main thread may.
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._interrupt)
-            self._listens = True
         return self
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._interrupted = True
-        raise KeyboardInterrupt
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._listens:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._listens = False
         self._bars.stop()
 
     def __call__(self, report: Progress) -> None:
-        if self._interrupted:
-            raise KeyboardInterrupt
         if self._console.is_terminal:
             self._bars.start()
             self._draw(report)
