@@ -160,8 +160,10 @@ def test_ctrl_c_says_how_to_go_on_and_exits_with_130(model, tmp_path):
 
     words = arguments("compare", model, tmp_path / "out", "--prompt", "a cat", steps=2000)
     process = subprocess.Popen(
-        [sys.executable, "-m", "diffsieve", *words], stderr=subprocess.PIPE, text=True, stdout=subprocess.PIPE
-    )
+        [sys.executable, "-m", "diffsieve", *words], stderr=subprocess.PIPE, text=True, stdout=subprocess.PIPE,
+        # Tests that a shell started in the background ignore it, and their children with them.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     assert process.stderr is not None
     for line in process.stderr:
         if "dense: 2000 steps" in line:
