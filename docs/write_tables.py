@@ -5,7 +5,6 @@ A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. Tests chec
 
 import json
 import re
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +212,7 @@ def orders_table() -> str:
     lines = [
         f"{_about_study(clips)}:",
         "",
-        f"| | {' | '.join(f'{share:.0%}' for share in sparsities)} |",
+        f"| PSNR, SSIM; blocks skipped: | {' | '.join(f'{share:.0%}' for share in sparsities)} |",
         "|---|---|---|---|",
     ]
     for name in _ORDERS:
@@ -223,8 +222,8 @@ def orders_table() -> str:
     return "\n".join(lines)
 
 
-def fixed_orders_table(brief: bool = False) -> str:
-    """The same for variants that do not calibrate, `default` on their clips beside them; `brief`: of a few."""
+def fixed_orders_table() -> str:
+    """The same for variants that do not calibrate, of another run."""
     clips = _result("h200/study_fixed_orders.json")["clips"]
     found = {(row["variant"], row["sparsity"]): row for row in clips["rows"]}
     lines = [
@@ -233,9 +232,7 @@ def fixed_orders_table(brief: bool = False) -> str:
         "| | PSNR, 50% | PSNR, 75% | SSIM, 50% | LPIPS, 50% |",
         "|---|---|---|---|---|",
     ]
-    own = [f"{_mean_on(clips['clips'], 'default', share):.2f} dB" for share in (0.5, 0.75)]
-    rows = [("noise floor", None)] + [(name, 0.5) for name in (("mean pooling", "paper") if brief else _FIXED)]
-    for name, share in rows:
+    for name, share in [("noise floor", None), *((name, 0.5) for name in _FIXED)]:
         metrics = found[name, share]["metrics"]
         more = found.get((name, 0.75)) if share else None
         cells = [
@@ -245,8 +242,6 @@ def fixed_orders_table(brief: bool = False) -> str:
             f"{metrics['lpips[alex]']['mean']:.4f}",
         ]
         lines.append(f"| {_named(name)} | {' | '.join(cells)} |")
-        if share is None:
-            lines.append(f"| `default` | {' | '.join(own)} | | |")
     return "\n".join(lines)
 
 
@@ -262,14 +257,6 @@ def _about_study(clips: dict[str, Any]) -> str:
             "over clips)",
         ]
     )
-
-
-def _mean_on(clips: list[Any], variant: str, sparsity: float) -> float:
-    """Mean PSNR of a variant of the study of orders on other clips than all of its own."""
-    study = _result("h200/study_orders.json")["clips"]
-    (row,) = [row for row in study["rows"] if (row["variant"], row["sparsity"]) == (variant, sparsity)]
-    found = dict(zip(map(tuple, study["clips"]), row["psnr_by_clip"], strict=True))
-    return statistics.fmean(found[tuple(clip)] for clip in clips)
 
 
 def _named(variant: str) -> str:
@@ -387,7 +374,7 @@ def tables() -> dict[str, str]:
         "results": f"{kernel_table()}\n\n{call_table()}\n\n{cpu_table()}",
         "study-orders": orders_table(),
         "study-fixed-orders": fixed_orders_table(),
-        "study-in-brief": fixed_orders_table(brief=True),
+        "study-in-brief": orders_table(),
         "kernel-rates": kernel_rates_table(),
         "kernel-lengths": kernel_lengths_table(),
         "wan": wan_table(),
