@@ -9,7 +9,7 @@ from typing import Any
 import gradio as gr
 
 from .controls import SWEEPS
-from .events import MODEL_QUEUE, owner_of, told
+from .events.calls import MODEL_QUEUE, owner_of, told
 from .handlers import Handlers
 from .limits import Request, parse_sweep
 from .page import Page

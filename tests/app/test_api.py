@@ -11,7 +11,7 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 from PIL import Image
 
-from diffsieve.app.events import owner_of
+from diffsieve.app.events.calls import owner_of
 from diffsieve.app.store import Bounds
 from tests.app.conftest import SMALL, Tiny
 from tests.app.serving import tiny_examples, tiny_server

@@ -5,7 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from diffsieve.app import events as module
+from diffsieve.app.events.attention import AttentionEvents
+from diffsieve.app.events.gallery import GalleryEvents
+from diffsieve.app.events.settings import SettingsEvents
+from diffsieve.app.events.shown import Shown
 from diffsieve.app.models import Shelf
 from diffsieve.app.page import build_page
 from tests import tiny_pixels
@@ -24,7 +27,8 @@ def events(tmp_path):
     for request in (small(model=CLIPS), small(**PICTURE | {"model": PIXELS, "class_name": tiny_pixels.CLASSES[1]})):
         handlers.compare(request, owner="me", tell=lambda share, text: None)
     page = build_page(handlers.shelf.names, handlers.shelf.get(CLIPS), handlers.limits, "here", [])
-    yield module._Events(page, handlers)
+    shown = Shown(page, handlers, AttentionEvents(page, handlers))
+    yield GalleryEvents(page, handlers, shown, SettingsEvents(page, handlers))
     handlers.store.close()
 
 
@@ -87,5 +91,5 @@ def test_a_run_of_an_embedded_model_that_left_it_to_the_device_is_repeated_spars
 def test_one_head_leaves_nothing_to_choose(events, monkeypatch, heads):
     run = next(run for run in events.handlers.runs() if not run.pictures)
     monkeypatch.setattr(type(events.handlers.masks(run.id)), "heads", property(lambda self: heads))
-    head = events._show(run)[events.page.attention.head]
+    head = events.shown.show(run)[events.page.attention.head]
     assert (head["visible"], head["value"], head["maximum"]) == (heads > 1, 0, 1)

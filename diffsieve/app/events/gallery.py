@@ -1,0 +1,107 @@
+"""Finished runs: examples and the gallery, opened, kept, and two of them against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio as gr
+
+from .. import views
+from ..errors import AppError
+from ..handlers import Handlers
+from ..page import Page
+from ..store import Run
+from .calls import PRIVATE, told
+from .settings import SettingsEvents
+from .shown import Shown, published
+
+
+class GalleryEvents:
+    """The examples and the tab of finished runs.
+
+    Args:
+        page: laid out.
+        handlers: know the runs.
+        shown: shows the one that is opened.
+        settings: sets the controls to what it was made with.
+    """
+
+    def __init__(self, page: Page, handlers: Handlers, shown: Shown, settings: SettingsEvents) -> None:
+        self.page, self.handlers, self.shown, self.settings = page, handlers, shown, settings
+
+    def attach(self) -> None:
+        page, ask, gallery = self.page, self.page.ask, self.page.gallery
+        hidden: dict[str, Any] = {"show_progress": "hidden", **PRIVATE}
+        opened = [page.status, *self.shown.components(), *self.settings.components()]
+        page.examples.click(self.on_example, [page.examples, ask.model], opened, **hidden)
+        listing = [gallery.pictures, gallery.ids, gallery.left, gallery.right]
+        for trigger in (page.blocks.load, page.current.change):
+            trigger(self.on_list_runs, [gallery.left, gallery.right], listing, **hidden)
+        gallery.pictures.select(self.on_open, [gallery.ids, ask.model], opened, **hidden)
+        gallery.keep.click(self.on_keep, page.current, [gallery.told, gallery.keep], **hidden)
+        gallery.keep.click(self.on_list_runs, [gallery.left, gallery.right], listing, **hidden)
+        page.current.change(self.on_keep_label, page.current, gallery.keep, **hidden)
+        gallery.both.click(self.on_pair, [gallery.left, gallery.right], [gallery.player, gallery.table],
+                           show_progress="minimal", show_progress_on=gallery.player, **PRIVATE)  # fmt: skip
+
+    def on_example(self, number: Any, chosen: Any) -> dict[Any, Any]:
+        examples = [run for run in self.handlers.runs() if run.example]
+        if not isinstance(number, int) or not 0 <= number < len(examples):
+            raise gr.Error("this example is not there", print_exception=False)
+        return self._open(examples[number], chosen)
+
+    def on_open(self, ids: Any, chosen: Any, event: gr.SelectData) -> dict[Any, Any]:
+        with told():
+            run = self.handlers.store.find(ids[event.index])
+        return self._open(run, chosen)
+
+    def _open(self, run: Run, chosen: Any) -> dict[Any, Any]:
+        with told():
+            settings = self.settings.of_run(run, chosen)
+        line = f"Shown: {views.run_title(run)}"
+        if not settings:
+            line += ". Its model is not offered any more, so the settings stay as they were."
+        return {self.page.status: views.status(line, "good")} | self.shown.show(run) | settings
+
+    def on_list_runs(self, left: Any, right: Any) -> tuple[Any, ...]:
+        runs = self.handlers.runs()
+        titles = [views.run_title(run) for run in runs]
+        posters = [self.handlers.store.publish(run, "poster") for run in runs]
+        ids = [run.id for run in runs]
+        pictures = [(str(p), title) for p, title in zip(posters, titles, strict=True) if p is not None]
+        shown = [run_id for run_id, p in zip(ids, posters, strict=True) if p is not None]
+        choices = list(zip(titles, ids, strict=True))
+        left = left if left in ids else next(iter(ids), None)
+        if right not in ids or right == left:
+            right = next((run_id for run_id in ids if run_id != left), None)
+        return pictures, shown, *(gr.update(choices=choices, value=value) for value in (left, right))
+
+    def on_keep(self, run_id: Any) -> tuple[Any, Any]:
+        if run_id is None:
+            return views.status("Nothing is shown yet that could be kept.", "bad"), gr.skip()
+        try:
+            run = self.handlers.store.find(run_id)
+            run = self.handlers.store.keep(run_id, not run.kept)
+        except AppError as error:
+            return views.status(f"Not changed: {error}", "bad"), gr.skip()
+        line = "Kept until it is given free." if run.kept else "Given free: it goes after a week."
+        return views.status(line, "good"), self.on_keep_label(run.id)
+
+    def on_keep_label(self, run_id: Any) -> Any:
+        run = self.handlers.store.get(run_id)
+        return gr.update(value="Give the run that is shown free" if run and run.kept else "Keep the run that is shown")
+
+    def on_pair(self, left: Any, right: Any) -> tuple[str, str]:
+        with told():
+            runs = self.handlers.pair(left, right)
+            labels = [views.run_label(run) for run in runs]
+            if labels[0] == labels[1]:
+                labels = [f"{label}, seed {run.clip['seed']}" for label, run in zip(labels, runs, strict=True)]
+            settings = runs[0].report["settings"]
+            sides = [(label, published(self.handlers.store, run, "sparse"))
+                     for label, run in zip(labels, runs, strict=True)]  # fmt: skip
+        player = views.player(
+            sides[0], sides[1], fps=settings["fps"], frames=settings["frames"], title=" and ".join(labels)
+        )
+        named = list(zip(labels, runs, strict=True))
+        return player, views.metrics_table(named) + views.curves(named) + views.cost_table(named)
