@@ -1,4 +1,5 @@
 """The web page: dense and sparse attention side by side. `diffsieve app` starts it; needs the extra `app` (Gradio).
 
-Only `page`, `events`, `api` and `server` import Gradio; everything else is plain Python over `diffsieve.compare`.
+Only `page`, `components`, `look`, `events`, `api` and `server` import Gradio; everything else is plain Python over
+`diffsieve.compare`.
 """

@@ -8,11 +8,11 @@ from typing import Any
 
 import gradio as gr
 
+from .components import Page
 from .controls import SWEEPS
 from .events.calls import MODEL_QUEUE, owner_of, told
 from .handlers import Handlers
 from .limits import Request, parse_sweep
-from .page import Page
 from .store import Run
 
 _CLIPS = ("dense", "sparse", "side_by_side")

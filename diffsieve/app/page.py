@@ -1,160 +1,19 @@
-"""The page: what is on it and where. What it does is in `events`."""
+"""The page: what is on it and where. What it does is in `events`, how it looks in `look`."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from ..compare import METHODS
 from . import views
+from .components import Ask, Attention, Gallery, Page, Results
 from .controls import model_controls, sweep_controls
 from .limits import PRESETS, Limits
 from .models import LoadedModel
 from .store import Run
-
-ASSETS = Path(__file__).parent / "assets"
-
-
-@dataclass(frozen=True)
-class Ask:
-    """The controls of a request, in the order of `Request`."""
-
-    model: Any
-    prompt: Any
-    negative_prompt: Any
-    method: Any
-    preset: Any
-    sparsity: Any
-    warmup: Any
-    steps: Any
-    frames: Any
-    width: Any
-    height: Any
-    seed: Any
-    guidance: Any
-    block_size: Any
-    min_tokens: Any
-    topk: Any
-    class_name: Any
-
-    def list(self) -> list[Any]:
-        return [getattr(self, field.name) for field in dataclasses.fields(self)]
-
-
-@dataclass(frozen=True)
-class Results:
-    """What shows a run."""
-
-    headline: Any
-    player: Any
-    curves: Any
-    metrics: Any
-    cost: Any
-    facts: Any
-    files: Any
-    code: Any
-    report: Any
-
-
-@dataclass(frozen=True)
-class Attention:
-    """The view of block masks."""
-
-    layer: Any
-    head: Any
-    step: Any
-    mask: Any
-    picture: Any
-    told: Any
-    frame: Any
-    row: Any
-    column: Any
-
-
-@dataclass(frozen=True)
-class Gallery:
-    """The finished runs."""
-
-    pictures: Any
-    ids: Any
-    keep: Any
-    told: Any
-    left: Any
-    right: Any
-    both: Any
-    player: Any
-    table: Any
-
-
-@dataclass(frozen=True)
-class Page:
-    """All components that events touch."""
-
-    blocks: gr.Blocks
-    ask: Ask
-    run: Any
-    cancel: Any
-    status: Any
-    examples: Any
-    tabs: Any
-    current: Any
-    followed: Any
-    results: Results
-    attention: Attention
-    sweep_values: Any
-    sweep_run: Any
-    sweep: Any
-    gallery: Gallery
-
-
-def theme() -> gr.themes.Base:
-    """Return the look: the fonts of the machine, so that nothing is fetched, and quiet colours."""
-    blue = gr.themes.Color("#f0f6fc", "#e0ecf8", "#c3daf0", "#98c0e4", "#659fd3", "#3f80bd", "#2563a8", "#1f5290",
-                           "#1b4474", "#173a62", "#102742")  # fmt: skip
-    return gr.themes.Base(
-        primary_hue=blue,
-        neutral_hue=gr.themes.colors.slate,
-        radius_size=gr.themes.sizes.radius_md,
-        spacing_size=gr.themes.sizes.spacing_sm,
-        text_size=gr.themes.sizes.text_md,
-        font=[
-            "Inter",
-            "-apple-system",
-            "Segoe UI",
-            "Roboto",
-            "Helvetica Neue",
-            "Liberation Sans",
-            "Arial",
-            "sans-serif",
-        ],
-        font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "monospace"],
-    ).set(
-        button_primary_background_fill="*primary_600",
-        button_primary_background_fill_hover="*primary_700",
-        button_primary_text_color="white",
-        button_primary_background_fill_dark="*primary_600",
-        block_label_text_size="*text_sm",
-        block_title_text_size="*text_sm",
-        block_title_text_weight="550",
-        block_border_width="1px",
-        block_shadow="none",
-        input_border_width="1px",
-        slider_color="*primary_600",
-    )
-
-
-def head() -> str:
-    """Return what goes into the page's head: the player."""
-    return f"<script>{(ASSETS / 'player.js').read_text(encoding='utf-8')}</script>"
-
-
-def css() -> str:
-    return (ASSETS / "app.css").read_text(encoding="utf-8")
 
 
 def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str, examples: list[Run]) -> Page:

@@ -197,7 +197,8 @@ def serve(config: ServerConfig, *, shelf: Shelf | None = None, examples: Path | 
     try:
         from .api import add_api
         from .events import wire
-        from .page import build_page, css, head, theme
+        from .look import css, head, theme
+        from .page import build_page
 
         place = environment(first.pipe)
         limits = config.limits or Limits.for_device(place["device"])

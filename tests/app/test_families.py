@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffsieve.app import views
+from diffsieve.app import figures, views
 from diffsieve.app.handlers import Handlers
 from diffsieve.app.limits import Limits
 from diffsieve.app.models import Shelf, offered_models
@@ -49,10 +49,10 @@ def test_a_model_goes_through_every_part_of_the_page(family, tmp_path, monkeypat
     assert run.report["settings"]["model"] == "my-model"
     assert 0 < run.clip["sparsity"]["density_sparse_steps"] < 1
     assert run.clip["metrics"]["psnr"]["mean"] < 100
-    table = views.metrics_table([("sparse", run)])
+    table = figures.metrics_table([("sparse", run)])
     assert "PSNR" in table
-    assert views.headline(run)
-    assert views.cost_table([("sparse", run)])
+    assert figures.headline(run)
+    assert figures.cost_table([("sparse", run)])
     assert "my-model" in views.facts(run)
 
     masks = handlers.masks(run.id)

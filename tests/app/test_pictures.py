@@ -12,8 +12,8 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError as ClientError
 from PIL import Image
 
+from diffsieve.app import figures, models, views
 from diffsieve.app import make_examples as module
-from diffsieve.app import models, views
 from diffsieve.app.controls import method_controls, model_controls, sweep_controls
 from diffsieve.app.errors import AppError, CancelledError
 from diffsieve.app.limits import Limits
@@ -145,7 +145,7 @@ def test_a_sweep_goes_over_top_k(handlers):
     runs = handlers.sweep(small(**PICTURE), [4, 1], owner="me", tell=lambda share, text: None)
     assert [found.report["settings"]["topk"] for found in runs] == [1, 4]
     assert runs[0].clip["sparsity"]["density_overall"] < runs[1].clip["sparsity"]["density_overall"]
-    html = views.sweep_charts(runs)
+    html = figures.sweep_charts(runs)
     assert "PSNR against top k" in html
     assert "top k, blocks per level" in html
     assert "sparsity" not in html
@@ -181,17 +181,17 @@ def test_what_is_refused(handlers):
 def test_the_views_speak_of_pictures(handlers):
     found = run(handlers)
     named = [("LLSA top 2", found)]
-    metrics = unescape(views.metrics_table(named))
+    metrics = unescape(figures.metrics_table(named))
     assert "Distance from the dense picture, before it becomes a file" in metrics
     assert "mean MSE" not in metrics
     assert "frames" not in metrics.split("not computed")[0]
-    assert views.curves(named) == ""
-    assert "most keys of a query, of all" in views.cost_table(named)
+    assert figures.curves(named) == ""
+    assert "most keys of a query, of all" in figures.cost_table(named)
     facts = unescape(views.facts(found))
     assert "<dt>class</dt><dd>Objects</dd>" in facts
     assert "<dt>picture</dt><dd>24 x 16 pixels</dd>" in facts
     assert "negative prompt" not in facts
-    assert "of the keys of dense attention" in views.headline(found)
+    assert "of the keys of dense attention" in figures.headline(found)
     html = views.player(("dense", Path("/a.png")), ("b", Path("/b.png")), fps=None, frames=1, title="t")
     assert json.loads(unescape(html.split('data-clip="')[1].split('"')[0]))["fps"] is None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diffsieve.app import views
+from diffsieve.app import figures, views
 from diffsieve.app.errors import public_report, without_paths
 from diffsieve.app.jobs import Follow, Job, duration
 from diffsieve.app.make_examples import MAX_BYTES
@@ -36,12 +36,12 @@ def every_view(run):
     named = [("BA-Att <50 %>", run)]
     clip = Path("/tmp/a b'<.mp4")
     return [
-        views.headline(run),
-        views.metrics_table(named),
-        views.cost_table(named),
-        views.curves(named),
+        figures.headline(run),
+        figures.metrics_table(named),
+        figures.cost_table(named),
+        figures.curves(named),
         views.facts(run),
-        views.sweep_charts([run]),
+        figures.sweep_charts([run]),
         views.player((EVIL, clip), ("b", clip), fps=16, frames=9, title=EVIL, difference=(clip, 0.1), psnr=[None, 3.5]),
         views.status(EVIL),
         views.progress(0.5, EVIL),
@@ -59,7 +59,7 @@ def test_no_text_of_a_user_is_markup(run):
 
 
 def test_a_missing_metric_says_why_and_is_no_number(run):
-    table = views.metrics_table([("a", run)])
+    table = figures.metrics_table([("a", run)])
     assert "not computed: MS-SSIM needs frames of at least" in table
     assert table.count("not computed") == 2  # LPIPS too, which needs its weights
     assert ">0<" not in table
@@ -70,10 +70,10 @@ def test_a_missing_metric_says_why_and_is_no_number(run):
 
 def test_figures_are_the_measured_ones(run):
     clip = run.clip
-    cost = unescape(views.cost_table([("a", run)]))
+    cost = unescape(figures.cost_table([("a", run)]))
     assert f"{100 * clip['sparsity']['density_overall']:.1f}" in cost
     assert f"{clip['sparsity']['steps_dense']} of {clip['sparsity']['steps_total']}" in cost
-    assert f"{clip['metrics']['psnr']['mean']:.2f}" in views.headline(run)
+    assert f"{clip['metrics']['psnr']['mean']:.2f}" in figures.headline(run)
     assert "sparse: torch" in views.facts(run)
 
 
@@ -202,5 +202,5 @@ def test_the_shipped_examples_are_small_and_complete(tmp_path):
         assert run.report["settings"]["model"] == ("mini-pixel-dit" if run.pictures else "mini-wan")
         assert math.isfinite(run.clip["metrics"]["psnr"]["mean"])
         assert str(Path.home()) not in json.dumps(run.report)
-        assert views.headline(run)
+        assert figures.headline(run)
     store.close()

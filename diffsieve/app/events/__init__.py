@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..components import Page
 from ..handlers import Handlers
-from ..page import Page
 from .attention import AttentionEvents
 from .gallery import GalleryEvents
 from .runs import RunEvents

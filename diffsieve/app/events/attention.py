@@ -7,9 +7,9 @@ from typing import Any
 import gradio as gr
 
 from .. import views
+from ..components import Page
 from ..errors import AppError
 from ..handlers import Handlers, Spot
-from ..page import Page
 from ..store import Run
 from .calls import PRIVATE, told
 

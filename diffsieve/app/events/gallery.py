@@ -6,10 +6,10 @@ from typing import Any
 
 import gradio as gr
 
-from .. import views
+from .. import figures, views
+from ..components import Page
 from ..errors import AppError
 from ..handlers import Handlers
-from ..page import Page
 from ..store import Run
 from .calls import PRIVATE, told
 from .settings import SettingsEvents
@@ -104,4 +104,4 @@ class GalleryEvents:
             sides[0], sides[1], fps=settings["fps"], frames=settings["frames"], title=" and ".join(labels)
         )
         named = list(zip(labels, runs, strict=True))
-        return player, views.metrics_table(named) + views.curves(named) + views.cost_table(named)
+        return player, figures.metrics_table(named) + figures.curves(named) + figures.cost_table(named)

@@ -9,11 +9,11 @@ from typing import Any
 
 import gradio as gr
 
-from .. import views
+from .. import figures, views
+from ..components import Page
 from ..errors import CancelledError
 from ..handlers import Handlers
 from ..limits import Request, parse_sweep
-from ..page import Page
 from ..store import Run
 from ..streaming import Done, stream
 from .calls import MODEL_QUEUE, PRIVATE, owner_of
@@ -70,7 +70,7 @@ class RunEvents:
                 yield (
                     self._idle(line)
                     | self.shown.show(message[-1], tab=None)
-                    | {self.page.sweep: views.sweep_charts(message)}
+                    | {self.page.sweep: figures.sweep_charts(message)}
                 )
             else:
                 yield message

@@ -8,10 +8,10 @@ from typing import Any
 import gradio as gr
 
 from .. import views
+from ..components import Page
 from ..controls import method_controls, model_controls, shortest_sparse, subject_controls, sweep_controls, with_values
 from ..errors import explain
 from ..handlers import Handlers
-from ..page import Page
 from ..store import Run
 from .calls import MODEL_QUEUE, PRIVATE, owner_of
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import gradio as gr
 
-from .. import views
+from .. import figures, views
+from ..components import Page
 from ..errors import AppError
 from ..handlers import Handlers
-from ..page import Page
 from ..snippet import python_lines
 from ..store import Run, Store
 from .attention import AttentionEvents
@@ -62,7 +62,7 @@ class Shown:
         end = run.clip.get("difference_scale_end")
         updates: dict[Any, Any] = {
             page.current: run.id,
-            results.headline: views.headline(run),
+            results.headline: figures.headline(run),
             results.player: views.player(
                 ("dense", published(store, run, "dense")),
                 (label, published(store, run, "sparse")),
@@ -72,9 +72,9 @@ class Shown:
                 difference=(difference, end) if difference is not None and end is not None else None,
                 psnr=run.clip["metrics"]["psnr"]["per_frame"],
             ),
-            results.metrics: views.metrics_table([(label, run)]),
-            results.curves: views.curves([(label, run)]),
-            results.cost: views.cost_table([(label, run)]),
+            results.metrics: figures.metrics_table([(label, run)]),
+            results.curves: figures.curves([(label, run)]),
+            results.cost: figures.cost_table([(label, run)]),
             results.facts: views.facts(run),
             results.files: self._downloads(run),
             results.code: python_lines(run.report),

@@ -1,0 +1,101 @@
+"""The components of the page that its events read and set."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import gradio as gr
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The controls of a request, in the order of `Request`."""
+
+    model: Any
+    prompt: Any
+    negative_prompt: Any
+    method: Any
+    preset: Any
+    sparsity: Any
+    warmup: Any
+    steps: Any
+    frames: Any
+    width: Any
+    height: Any
+    seed: Any
+    guidance: Any
+    block_size: Any
+    min_tokens: Any
+    topk: Any
+    class_name: Any
+
+    def list(self) -> list[Any]:
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What shows a run."""
+
+    headline: Any
+    player: Any
+    curves: Any
+    metrics: Any
+    cost: Any
+    facts: Any
+    files: Any
+    code: Any
+    report: Any
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The view of block masks."""
+
+    layer: Any
+    head: Any
+    step: Any
+    mask: Any
+    picture: Any
+    told: Any
+    frame: Any
+    row: Any
+    column: Any
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """The finished runs."""
+
+    pictures: Any
+    ids: Any
+    keep: Any
+    told: Any
+    left: Any
+    right: Any
+    both: Any
+    player: Any
+    table: Any
+
+
+@dataclass(frozen=True)
+class Page:
+    """All components that events touch."""
+
+    blocks: gr.Blocks
+    ask: Ask
+    run: Any
+    cancel: Any
+    status: Any
+    examples: Any
+    tabs: Any
+    current: Any
+    followed: Any
+    results: Results
+    attention: Attention
+    sweep_values: Any
+    sweep_run: Any
+    sweep: Any
+    gallery: Gallery
