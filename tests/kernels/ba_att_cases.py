@@ -77,14 +77,7 @@ def launches() -> list[tuple[Any, tuple, dict]]:
 
     The tokens themselves are not looked at. The compensation is launched as on other GPUs, then as on Hopper.
     """
-    from diffsieve.kernels.ba_att import (
-        fused_triton,
-        lists_triton,
-        scores_triton,
-        skipped_ahead_triton,
-        skipped_triton,
-        windows_triton,
-    )
+    from diffsieve.kernels.ba_att import fused_triton, lists_triton, scores_triton, skipped_triton, windows_triton
 
     form = Forms()
     tokens = torch.zeros(1, 256, 12, 128, dtype=torch.bfloat16).transpose(1, 2)
@@ -103,11 +96,11 @@ def launches() -> list[tuple[Any, tuple, dict]]:
         )  # fmt: skip
         lists_triton.list_blocks_triton(scores, 296, return_skipped=True, num_warps=form.select_warps)
         attended = (tokens, lse, tokens, means, means, skipped, None, perm)
-        skipped_triton.add_skipped_triton(*attended, block_size=128, scale=0.1, tile=form.centroids_elsewhere)
-        skipped_ahead_triton.add_skipped_ahead_triton(*attended, block_size=128, scale=0.1, tile=form.centroids)
+        for tile in (form.centroids_elsewhere, form.centroids):
+            skipped_triton.add_skipped_triton(*attended, block_size=128, scale=0.1, tile=tile)
         windows_triton.window_orders_triton(
             tokens[:, :2], torch.zeros(1, 2, 1, 128), torch.arange(256), 128, descending=True, tile=form.windows
         )
 
-    modules = [fused_triton, lists_triton, scores_triton, skipped_triton, skipped_ahead_triton, windows_triton]
+    modules = [fused_triton, lists_triton, scores_triton, skipped_triton, windows_triton]
     return launches_of(modules, run)

@@ -109,14 +109,12 @@ def _add_skipped_op(
     block_size: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from .skipped_ahead_triton import add_skipped_ahead_triton
     from .skipped_triton import add_skipped_triton
 
     inputs = out, lse, query, key_mean, value_mean, skipped, skipped_count, perm
     hopper = query.is_cuda and torch.cuda.get_device_capability(query.device) == (9, 0)
     tile = forms.FORMS.centroids if hopper else forms.FORMS.centroids_elsewhere
-    add = add_skipped_ahead_triton if tile.ahead else add_skipped_triton
-    return add(*inputs, block_size=block_size, scale=scale, tile=tile)
+    return add_skipped_triton(*inputs, block_size=block_size, scale=scale, tile=tile)
 
 
 @torch.library.register_fake("diffsieve::add_skipped")

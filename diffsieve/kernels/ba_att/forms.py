@@ -37,7 +37,7 @@ class CentroidTile(NamedTuple):
         block_m: queries of a program.
         block_n: skipped blocks per step.
         registers: at most so many per thread.
-        ahead: means are fetched two steps before they are used (`skipped_ahead_triton`).
+        ahead: means are fetched two steps before they are used (`skipped_ahead_kernel`).
     """
 
     block_m: int

@@ -1,4 +1,4 @@
-"""As `skipped_triton`, but means are fetched two steps ahead, and what only the last step needs comes after the loop.
+"""As `skipped_kernel`, but means are fetched two steps ahead, and what only the last step needs comes after the loop.
 
 Legend: BM queries of a program (all of one query block), BN skipped blocks per step, D channels padded to a power of
 two. Weights are taken relative to the log-sum-exp over the kept keys, as if this were the largest logit: nothing is
@@ -8,18 +8,9 @@ the tile says so, and a second launch does its work again with the running maxim
 
 from __future__ import annotations
 
-import math
-
-import torch
 import triton
 import triton.language as tl
 
-from ..sizes import cdiv, next_power_of_2
-from .forms import CentroidTile
-
-# Tiles of a program of the second launch, which as a rule finds nothing to do: one each would cost it tens of waves.
-_TILES_AGAIN = 16
-_LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -171,55 +162,3 @@ def add_skipped_ahead_kernel(  # type: ignore[no-untyped-def]
             heads_per_kv, length, num_query, num_key, width, BLOCK_SIZE, BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D,
             PRECISION, HAS_COUNT, HAS_PERM, ONLINE,
         )  # fmt: skip
-
-
-def add_skipped_ahead_triton(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key_mean: torch.Tensor,
-    value_mean: torch.Tensor,
-    skipped: torch.Tensor,
-    skipped_count: torch.Tensor | None,
-    perm: torch.Tensor | None,
-    *,
-    block_size: int,
-    scale: float,
-    tile: CentroidTile,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same meaning as `centroids.add_centroids` of as many keys as queries, with the order undone in the output.
-
-    Args:
-        skipped: int32 (B, H, Nq, S), blocks to add, ascending; `skipped_count` int32 (B, H, Nq) of them, or all.
-        block_size: a power of two, at least 16.
-    """
-    batch, heads, length, dim = query.shape
-    num_query, num_key = skipped.shape[2], key_mean.shape[2]
-    padded_dim = max(16, next_power_of_2(dim))
-    block_m = min(block_size, tile.block_m)
-    key_mean, value_mean = (x.to(query.dtype).contiguous() for x in (key_mean, value_mean))
-    new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
-    if perm is not None:
-        perm, new_out = perm.contiguous(), out.new_empty((batch, length, heads, dim)).transpose(1, 2)
-    tiles = cdiv(length, block_m)
-    too_large = torch.empty((batch, heads, tiles), dtype=torch.int32, device=query.device)
-    with torch.cuda.device_of(query):
-        for online in (False, True):
-            at_once = _TILES_AGAIN if online else 1
-            add_skipped_ahead_kernel[cdiv(tiles, at_once), heads, batch](
-                tiles, query, key_mean, value_mean, skipped.contiguous(),
-                None if skipped_count is None else skipped_count.contiguous(), out, lse.contiguous(), perm, new_out,
-                new_lse, too_large, scale * _LOG2_E, math.log2(block_size),
-                math.log2(length - (num_key - 1) * block_size),
-                # No weight is larger than the sum of all. fp16 ends at 65,504; in fp32 this leaves 2^63 to the values.
-                2.0**15 if query.dtype == torch.float16 else 2.0**64,
-                *query.stride(), *out.stride(), *new_out.stride(),
-                length if perm is not None and perm.dim() == 3 else 0,
-                heads // key_mean.shape[1], length, num_query, num_key, skipped.shape[3],
-                BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=tile.block_n, HEAD_DIM=dim, BLOCK_D=padded_dim,
-                PRECISION="ieee", HAS_COUNT=skipped_count is not None, HAS_PERM=perm is not None, ONLINE=online,
-                TILES=at_once,
-                num_warps=max(1, min(tile.num_warps, block_m // 16)), num_stages=1 if online else tile.num_stages,
-                maxnreg=None if online else tile.registers,
-            )  # fmt: skip
-    return new_out, new_lse

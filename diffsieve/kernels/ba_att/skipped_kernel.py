@@ -1,0 +1,104 @@
+"""The centroid term of BA-Att over lists of skipped blocks: adds them to finished attention, and undoes the order.
+
+Legend: BM queries of a program (all of one query block), BN skipped blocks per step, D channels padded to a power of
+two. Weights are taken relative to the log-sum-exp over the kept keys, as if this were the largest logit: nothing is
+rescaled on the way. Where the skipped blocks outweigh the kept ones by so much that numbers get too large for that,
+the program says so, and a second launch does its work again with the running maximum of an online softmax.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+# Lengths must not cause a new compilation, whatever they are multiples of.
+@triton.jit(do_not_specialize=["heads_per_kv", "length", "num_query", "num_key", "width", "stride_perm"])
+def add_skipped_kernel(  # type: ignore[no-untyped-def]
+    query, key_mean, value_mean, skipped, skipped_count, out, lse, perm, new_out, new_lse, too_large,
+    scale_log2, size_log2, last_size_log2, largest_sum,
+    stride_qb, stride_qh, stride_ql, stride_qd,
+    stride_ob, stride_oh, stride_ol, stride_od,
+    stride_nb, stride_nh, stride_nl, stride_nd, stride_perm,
+    heads_per_kv, length, num_query, num_key, width,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_COUNT: tl.constexpr, HAS_PERM: tl.constexpr, ONLINE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_M
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    heads = tl.num_programs(1)
+    batch_head = batch.to(tl.int64) * heads + head
+    batch_kv = batch.to(tl.int64) * (heads // heads_per_kv) + head // heads_per_kv
+    too_large += batch_head * tl.num_programs(0) + tl.program_id(0)
+    if ONLINE:  # noqa: SIM102 - a condition for the compiler and one for the GPU
+        if tl.load(too_large) == 0:
+            return
+    batch64, head64 = batch.to(tl.int64), head.to(tl.int64)
+    o_r = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    row_mask = o_r < length - row
+    mask = row_mask[:, None] & (o_d < HEAD_DIM)[None, :]
+    list_row = batch_head * num_query + row // BLOCK_SIZE
+    skipped += list_row * width
+    key_mean += batch_kv * num_key * HEAD_DIM
+    value_mean += batch_kv * num_key * HEAD_DIM
+    if HAS_COUNT:
+        count = tl.load(skipped_count + list_row)
+    else:
+        count = width
+    # From the first row of the program on, 32 bits are enough and take half of the registers.
+    query += batch64 * stride_qb + head64 * stride_qh + row.to(tl.int64) * stride_ql
+    out += batch64 * stride_ob + head64 * stride_oh + row.to(tl.int64) * stride_ol
+    lse += batch_head * length + row
+    b_q = tl.load(query + (o_r[:, None] * stride_ql + o_d[None, :] * stride_qd), mask=mask, other=0.0)
+    b_lse = tl.load(lse + o_r, mask=row_mask, other=0.0) / _LN_2
+
+    # What is there already has weight 1; without a kept key it is 0, and logits are taken as they are.
+    b_max = b_lse if ONLINE else tl.where(b_lse == float("-inf"), 0.0, b_lse)
+    b_sum = tl.where(b_lse == float("-inf"), 0.0, 1.0)
+    b_acc = tl.load(out + (o_r[:, None] * stride_ol + o_d[None, :] * stride_od), mask=mask, other=0.0).to(tl.float32)
+    o_s = tl.arange(0, BLOCK_N)
+    for start in tl.range(0, count, BLOCK_N):
+        listed = o_s < count - start
+        o_n = tl.load(skipped + start + o_s, mask=listed, other=0)
+        b_bias = tl.where(o_n == num_key - 1, last_size_log2, size_log2)
+        b_bias = tl.where(listed, b_bias, float("-inf"))
+        offsets = o_n[:, None] * HEAD_DIM + o_d[None, :]
+        if HEAD_DIM == BLOCK_D:
+            b_k, b_v = tl.load(key_mean + offsets), tl.load(value_mean + offsets)
+        else:
+            b_k = tl.load(key_mean + offsets, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+            b_v = tl.load(value_mean + offsets, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2
+        if ONLINE:
+            b_s += b_bias[None, :]
+            b_new = tl.maximum(b_max, tl.max(b_s, 1))
+            b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_p = tl.exp2(b_s - b_shift[:, None])
+            b_alpha = tl.exp2(b_max - b_shift)
+            b_sum = b_sum * b_alpha
+            b_acc = b_acc * b_alpha[:, None]
+            b_max = b_new
+        else:
+            b_p = tl.exp2(b_s + (b_bias[None, :] - b_max[:, None]))
+        b_sum += tl.sum(b_p, 1)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    if not ONLINE:
+        # Written so that NaN is too large.
+        within = tl.sum((b_sum < largest_sum).to(tl.int32), 0)
+        tl.store(too_large, (within < BLOCK_M).to(tl.int32))
+
+    b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+    new_out += batch64 * stride_nb + head64 * stride_nh
+    places = row + o_r
+    if HAS_PERM:
+        # stride_perm: from one (batch item, head) to the next, 0 when all share one permutation.
+        places = tl.load(perm + batch_head * stride_perm + places, mask=row_mask, other=0)
+    places = places.to(tl.int64)[:, None] * stride_nl
+    tl.store(new_out + places + o_d[None, :] * stride_nd, b_acc.to(new_out.dtype.element_ty), mask=mask)
+    b_lse = tl.where(b_sum == 0.0, float("-inf"), (b_max + tl.log2(b_sum)) * _LN_2)
+    tl.store(new_lse + batch_head * length + row + o_r, b_lse, mask=row_mask)
