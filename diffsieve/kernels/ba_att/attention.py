@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..autocast import without_autocast
 from ..block_sparse import block_sparse_attention, choose_backend
 from .centroids import add_centroids, add_skipped_fused
 from .checks import check_arguments
@@ -51,6 +52,7 @@ class BAAttInfo(NamedTuple):
     key_order: torch.Tensor | None
 
 
+@without_autocast
 def ba_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -82,7 +84,8 @@ def ba_attention(
 
     The method of the paper is `orders="norm_sort", descending=False, beta=1.0, center_keys=False, log_count=False`,
     with `second_order` on in the layers that take its covariance term. Works inside `torch.compile(fullgraph=True)`;
-    with `orders` as a tensor, other values run the same graph. Deterministic on one device, bit for bit.
+    with `orders` as a tensor, other values run the same graph. Deterministic on one device, bit for bit. Autocast
+    changes nothing: scores stay fp32, the attention is that of the dtype of the inputs.
 
     NaN in the inputs is not looked for. A row whose query or whose kept keys hold NaN is NaN in the output; a NaN
     anywhere in a head makes the selection of the rows that it reaches arbitrary, but always valid.

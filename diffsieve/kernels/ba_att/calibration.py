@@ -11,6 +11,7 @@ import torch
 
 from diffsieve.errors import UserInputError
 
+from ..autocast import without_autocast
 from ..block_sparse import block_sparse_attention, choose_backend
 from .centroids import add_centroids
 from .fused import fuses, gather_with_means, gather_with_statistics
@@ -60,7 +61,8 @@ def calibrate_orders(
 
     `probe_blocks` whole query blocks, spread evenly over the sequence in that order, attend to the keys that the order
     makes them keep, with the compensation asked for, and to all keys. Costs about
-    (4 + 5 * density) * probe_blocks * block_size / L of one dense attention, and the sorts. Deterministic.
+    (4 + 5 * density) * probe_blocks * block_size / L of one dense attention, and the sorts. Deterministic; autocast
+    changes nothing.
 
     Args:
         query: (B, H, L, D), after RoPE.
@@ -125,6 +127,7 @@ def choose_orders(errors: torch.Tensor, tie_margin: float = 0.02) -> torch.Tenso
 
 # An operation of its own: it runs once a generation, and traced it would be hundreds of nodes per layer to compile.
 @torch.library.custom_op("diffsieve::calibrate_orders", mutates_args=())
+@without_autocast
 def _calibrate_op(
     query: torch.Tensor,
     key: torch.Tensor,

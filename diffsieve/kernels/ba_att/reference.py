@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from ..autocast import without_autocast
 from ..orders import frame_hilbert_order, hilbert_order
 from .ordering import CANDIDATE_ORDERS, Grid, default_window
 
@@ -141,6 +142,7 @@ def attention_of_head(
     return out
 
 
+@without_autocast
 def ba_attention_reference(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -15,6 +15,7 @@ distributed, the standard deviation of the weights e^x would be their mean times
 
 import torch
 
+from ..autocast import without_autocast
 from .statistics import BlockStatistics, split_blocks
 
 __all__ = ["SCORES", "block_scores", "halfk_scores", "mean_key", "residual_scores", "score_blocks"]
@@ -25,6 +26,7 @@ SCORES = ("moments", "residual", "halfk")
 _CHUNK = 1 << 26
 
 
+@without_autocast
 def block_scores(
     query: BlockStatistics,
     key: BlockStatistics,
@@ -60,6 +62,7 @@ def block_scores(
     return scores + key.size.log() if log_count else scores
 
 
+@without_autocast
 def halfk_scores(
     query: BlockStatistics,
     key: BlockStatistics,
@@ -114,6 +117,7 @@ def halfk_scores(
     return scores if log_count else scores - key.size.log()
 
 
+@without_autocast
 def residual_scores(
     query: BlockStatistics,
     key: BlockStatistics,

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...errors import UserInputError
+from ..autocast import without_autocast
 from ..custom_ops import custom_op
 from .backends import choose_backend
 from .fallbacks import failure, give_up, is_build_failure, say_once
@@ -66,6 +67,7 @@ def dense_attention(
 
 # An operation, as compiled code has to fall back, too.
 @custom_op("diffsieve::dense_attention")
+@without_autocast
 def _dense_op(query: Tensor, key: Tensor, value: Tensor, backend: str, fall_back: bool) -> tuple[Tensor, Tensor]:
     batch, heads, len_q, dim = query.shape
     if not (fall_back and failure(backend, query.device)):

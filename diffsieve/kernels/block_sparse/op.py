@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...errors import refuse
+from ..autocast import without_autocast
 from ..checks import check_4d, check_like_query, check_options
 from ..custom_ops import custom_op
 from .backends import BACKENDS, choose_backend, dtype_name
@@ -32,9 +33,9 @@ def block_sparse_attention(
     """Attention of each block of queries over its list of key blocks, renormalised over what is kept.
 
     Differentiable once in query, key and value, through the output and the log-sum-exp. Works inside
-    `torch.compile(fullgraph=True)`. Lists on the CPU are checked entry by entry; on other devices that would stall
-    the stream, so out-of-range entries are clamped there (nothing outside the tensors is read) and lists that are
-    not ascending give undefined values.
+    `torch.compile(fullgraph=True)`; autocast changes nothing. Lists on the CPU are checked entry by entry; on other
+    devices that would stall the stream, so out-of-range entries are clamped there (nothing outside the tensors is read)
+    and lists that are not ascending give undefined values.
 
     Args:
         query: `(B, H, Lq, D)`, floating point, any strides.
@@ -124,6 +125,7 @@ def _validate_lists(block_index: Tensor, block_count: Tensor | None, n_k: int) -
 
 
 @custom_op("diffsieve::block_sparse_attention")
+@without_autocast
 def _attention_op(
     query: Tensor,
     key: Tensor,
@@ -196,6 +198,7 @@ def _(
 
 
 @torch.library.custom_op("diffsieve::block_sparse_attention_backward", mutates_args=())
+@without_autocast
 def _attention_backward_op(
     grad_out: Tensor,
     grad_lse: Tensor | None,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import UserInputError
+from ..autocast import no_autocast
 from ..custom_ops import custom_op
 from .backends import choose_backend
 from .checks import check_choice, check_indices, check_tensors, check_topk
@@ -174,11 +174,6 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _no_autocast(x: Tensor) -> AbstractContextManager[None]:
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
 @custom_op("diffsieve::llsa_select")
 def _select_op(
     query: Tensor, key: Tensor, value: Tensor | None, block_size: int, topk: Sequence[int], backend: str
@@ -186,7 +181,7 @@ def _select_op(
     """I_1 .. I_M; given `value`, and where `_keeps_pooled`, then levels 1..M of the keys and of the values."""
     name = choose_backend(query, block_size=block_size, backend=backend).name
     kept = kept_per_level(topk, level_lengths(query.shape[2], block_size, len(topk)), block_size)
-    with _no_autocast(query):
+    with no_autocast(query):
         if name == "triton":
             from .triton_calls import select
 
@@ -238,7 +233,7 @@ def _attention_op(
     """`pooled`: what `llsa_select` returned behind the lists; `nested`: whether the lists are from there."""
     name = choose_backend(query, block_size=block_size, backend=backend).name
     options: dict[str, Any] = {"block_size": block_size, "scale": scale, "enrich": enrich, "disjoint": disjoint}
-    with _no_autocast(query):
+    with no_autocast(query):
         if name == "triton":
             from .triton_calls import attend
 
@@ -292,7 +287,7 @@ def _attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     name = choose_backend(query, block_size=block_size, backend=backend).name
     options: dict[str, Any] = {"block_size": block_size, "scale": scale, "enrich": enrich, "disjoint": disjoint}
-    with _no_autocast(query):
+    with no_autocast(query):
         if name == "triton":
             from .triton_calls import differentiate
 
