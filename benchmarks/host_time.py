@@ -25,14 +25,11 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from diffsieve.kernels.ba_att import ba_attention
 from diffsieve.kernels.block_sparse import backends as block_sparse_backends
@@ -40,6 +37,7 @@ from diffsieve.kernels.block_sparse import block_sparse_attention, hopper_backen
 from diffsieve.kernels.block_sparse import op as block_sparse_op
 from diffsieve.kernels.llsa import backends as llsa_backends
 from diffsieve.kernels.llsa import llsa_attention
+from tests.kernels.driver_stand_in import replace_driver
 
 LAUNCHES: Counter[str] = Counter()
 
@@ -65,29 +63,9 @@ class Launcher:
         LAUNCHES[self.name] += 1
 
 
-class Driver:
-    """As much of a driver as a launch asks for, of an H100."""
-
-    launcher_cls = Launcher
-    utils = SimpleNamespace(
-        get_device_properties=lambda _: {"max_shared_mem": 227 * 1024},
-        load_binary=lambda *_: (1, 1, 64, 0, 1024),
-        unload_module=lambda _: None,
-    )
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def pretend(stack: ExitStack) -> None:
     """Let tensors on the CPU pass for those of a Hopper GPU."""
-    driver.set_active(Driver())
+    replace_driver(Launcher)
     for module, name in (
         (block_sparse_backends, "triton_obstacle"),
         (block_sparse_backends, "_no_hopper"),

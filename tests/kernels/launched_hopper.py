@@ -10,29 +10,15 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from diffsieve.kernels import testing
 from diffsieve.kernels.block_sparse import hopper_backend
+from tests.kernels.driver_stand_in import replace_driver
 from tests.kernels.hopper_cases import BASE
 
 
-class Hopper:
-    """As much of a driver as binding and compiling ask for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def main() -> None:
-    driver.set_active(Hopper())
+    replace_driver()
     kernel, compiled = hopper_backend.block_sparse_fwd_hopper_kernel, []
     unlaunched = mock.MagicMock()
     unlaunched.__getitem__ = lambda _, grid: lambda *a, **k: compiled.append(kernel.warmup(*a, grid=grid, **k))

@@ -11,19 +11,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from diffsieve.kernels import replay
 from diffsieve.kernels.llsa import triton_calls
 from diffsieve.kernels.llsa.levels import kept_per_level, level_lengths
+from tests.kernels.driver_stand_in import replace_driver
 
 
 class Launch(NamedTuple):
@@ -53,26 +51,6 @@ class Launcher:
         args: list[Any] = []
         flatten(self.types, rest[3:], args)
         LAUNCHES.append(Launch(self.hash, (x, y, z), args))
-
-
-class Driver:
-    """As much of a driver as a launch asks for."""
-
-    launcher_cls = Launcher
-    utils = SimpleNamespace(
-        get_device_properties=lambda _: {"max_shared_mem": 227 * 1024},
-        load_binary=lambda *_: (1, 1, 64, 0, 1024),
-        unload_module=lambda _: None,
-    )
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -243,7 +221,7 @@ def with_a_copy(inputs: Sequence[Tensor], *options: Any) -> Any:
 
 
 def main() -> None:
-    driver.set_active(Driver())
+    replace_driver(Launcher)
     select, attend, backward = triton_calls._select, triton_calls._attend, triton_calls._differentiate
     nested = *ATTEND, True
     report: dict[str, Any] = {

@@ -12,26 +12,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from diffsieve.kernels import testing
 from diffsieve.kernels.block_sparse import triton_backend, triton_backward
+from tests.kernels.driver_stand_in import replace_driver
 
 LENGTHS = (1, 128, 129, 450, 1024, 2000)
-
-
-class Driver:
-    """As much of a driver as binding and compiling ask for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def attend(length: int, layout: str, dim: int, use_descriptors: bool) -> None:
@@ -68,7 +54,7 @@ class Counted:
 
 
 def main() -> None:
-    driver.set_active(Driver())
+    replace_driver()
     names = [(m, name) for m in (triton_backend, triton_backward) for name in vars(m) if name.endswith("_kernel")]
     report = {}
     for layout, dim, use_descriptors in (("contiguous", 64, True), ("blhd", 64, False), ("contiguous", 40, False)):
