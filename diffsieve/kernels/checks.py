@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..errors import refuse
 from .backends import dtype_name
@@ -60,3 +61,16 @@ def check_like_query(query: Tensor, key: Tensor, value: Tensor, *, self_attentio
             refuse(name, f"{dtype_name(dtype)} like query", dtype_name(x.dtype))
         if x.device != device:
             refuse(name, f"on {device} like query", x.device)
+
+
+def check_no_tangents(operation: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise a `UserInputError` where one of them has a tangent: PyTorch drops those at a custom op, without a word.
+
+    Outside of `forward_ad.dual_level` and `torch.func.jvp` it compares two numbers. Compiled code sees the tangents of
+    a `jvp` inside of it, not those of a dual tensor that it is called with.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if forward_ad.unpack_dual(x).tangent is not None:
+            refuse(name, f"without a tangent ({operation} has no forward-mode derivative)", "a dual tensor")

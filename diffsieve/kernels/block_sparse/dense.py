@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...errors import UserInputError
 from ..autocast import without_autocast
+from ..checks import check_no_tangents
 from ..custom_ops import custom_op
 from .backends import choose_backend
 from .fallbacks import failure, give_up, is_build_failure, say_once
@@ -57,11 +58,12 @@ def dense_attention(
         PyTorch did the call.
 
     Raises:
-        UserInputError: a gradient is wanted.
+        UserInputError: a gradient is wanted, or a tangent (forward mode).
         BackendUnavailableError: the kernel cannot be built, and `fall_back` is not set.
     """
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise UserInputError("dense_attention has no gradient: call it under torch.no_grad()")
+    check_no_tangents("dense_attention", query, key, value)
     return _dense_op(query, key, value, backend, fall_back)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...errors import refuse
 from ..autocast import without_autocast
-from ..checks import check_4d, check_like_query, check_options
+from ..checks import check_4d, check_like_query, check_no_tangents, check_options
 from ..custom_ops import custom_op
 from .backends import BACKENDS, choose_backend, dtype_name
 from .fallbacks import failure, give_up, is_build_failure, say_once
@@ -54,11 +54,12 @@ def block_sparse_attention(
         logarithm, in fp32 (fp64 for fp64 inputs).
 
     Raises:
-        UserInputError: an argument has a wrong type, shape, dtype, device or range.
+        UserInputError: an argument has a wrong type, shape, dtype, device or range, or a tangent (forward mode).
         BackendUnavailableError: the named backend cannot run these inputs here.
     """
     if not torch.compiler.is_compiling():
         _validate(query, key, value, block_index, block_count, block_size, scale, backend)
+    check_no_tangents("block_sparse_attention", query, key, value)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     out, lse = _attention_op(query, key, value, block_index, block_count, block_size, float(scale), backend, return_lse)

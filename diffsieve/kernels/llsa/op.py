@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import UserInputError
 from ..autocast import no_autocast
+from ..checks import check_no_tangents
 from ..custom_ops import custom_op
 from .backends import choose_backend
 from .checks import check_choice, check_indices, check_tensors, check_topk
@@ -67,7 +68,7 @@ def llsa_attention(
         in fp32 (fp64 for fp64 inputs).
 
     Raises:
-        UserInputError: an argument has a wrong type, shape, dtype, device or range.
+        UserInputError: an argument has a wrong type, shape, dtype, device or range, or a tangent (forward mode).
         BackendUnavailableError: the named backend cannot run these inputs here.
     """
     if is_causal:
@@ -76,6 +77,7 @@ def llsa_attention(
     if not torch.compiler.is_compiling():
         check_tensors(query, key, value, block_size, scale, backend)
         check_choice(topk, levels, enrich, disjoint)
+    check_no_tangents("llsa_attention", query, key, value)
     length = query.shape[2]
     if length < block_size:  # one block, all of it kept, nothing pooled
         enrich = disjoint = False
