@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import gradio as gr
 
@@ -67,8 +67,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class Gallery:
-    """The finished runs."""
+    """The finished runs; `none` stands where there are none."""
 
+    none: Any
     pictures: Any
     ids: Any
     keep: Any
@@ -78,6 +79,20 @@ class Gallery:
     both: Any
     player: Any
     table: Any
+
+
+class Followed(NamedTuple):
+    """Whose values the controls have: a list tells of its value whenever it loses the focus, which is no choice.
+
+    Args:
+        model: that was loaded.
+        method: that was chosen.
+        refused: model that was chosen since and could not be loaded.
+    """
+
+    model: str
+    method: str
+    refused: str | None = None
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,8 @@ class Handlers:
         Raises:
             AppError: one is missing, or their clips have another size.
         """
+        if first is None or second is None:
+            raise AppError("choose two finished runs, one on the left and one on the right")
         runs = self.store.find(first), self.store.find(second)
         sizes = [f"{run.what} of {size_text(run.report['settings'])}" for run in runs]
         if sizes[0] != sizes[1]:

@@ -136,15 +136,14 @@ class Follow:
             return f"{place}done"
         what = f"{place}{report.run} {self._what}, "
         if report.stage == "decode":
-            return f"{what}decoding{_left(share, elapsed)}"
-        return f"{what}step {min(report.step + 1, report.steps)} of {report.steps}{_left(share, elapsed)}"
+            return f"{what}decoding{self._left(share, elapsed)}"
+        return f"{what}step {min(report.step + 1, report.steps)} of {report.steps}{self._left(share, elapsed)}"
 
-
-def _left(share: float, elapsed: float) -> str:
-    if share <= 0.0 or share >= 1.0:
-        return ""
-    seconds = elapsed * (1.0 - share) / share
-    return f", about {duration(seconds)} left"
+    def _left(self, share: float, elapsed: float) -> str:
+        if share <= 0.0 or share >= 1.0:
+            return ""
+        seconds = elapsed * (1.0 - share) / share
+        return f", about {duration(seconds)} left" + (" of this run" if self._count > 1 else "")
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ import gradio as gr
 
 from ..compare import METHODS
 from . import views
-from .components import Ask, Attention, Gallery, Page, Results
+from .components import Ask, Attention, Followed, Gallery, Page, Results
 from .controls import model_controls, sweep_controls
 from .limits import PRESETS, Limits
 from .models import LoadedModel
@@ -34,8 +34,7 @@ def build_page(models: list[str], first: LoadedModel, limits: Limits, place: str
             f"<p>{escape(place)}</p></header>"
         )
         current = gr.State(None)
-        # Model and method whose values the controls took: a list tells of its value whenever it loses the focus.
-        followed = gr.State([first.name, first.method])
+        followed = gr.State(Followed(first.name, first.method))
         start = model_controls(first, limits)
         with gr.Row(elem_id="ds-main"):
             with gr.Column(elem_id="ds-ask"):
@@ -163,8 +162,10 @@ def _result_tabs() -> tuple[Results, Attention]:
 def _gallery() -> Gallery:
     with gr.Tab("Gallery", id="gallery"):
         gr.HTML('<h3 class="ds-part">Finished runs: choose one to show it</h3>')
+        none = gr.HTML(views.empty("No finished run yet", "Every comparison and every run of a sweep is listed here."))
         pictures = gr.Gallery(
             label="Finished runs",
+            visible=False,
             show_label=False,
             columns=5,
             height="auto",
@@ -177,7 +178,7 @@ def _gallery() -> Gallery:
         )
         ids = gr.State([])
         with gr.Row(equal_height=True):
-            told = gr.HTML(views.status("Runs that are not kept go after a week, or when the folder is full."))
+            told = gr.HTML(views.keeping(None))
             keep = gr.Button("Keep the run that is shown", size="md", min_width=200, scale=0)
         gr.HTML('<h3 class="ds-part">Two runs against each other</h3>')
         with gr.Row():
@@ -186,4 +187,4 @@ def _gallery() -> Gallery:
         both = gr.Button("Show both sparse results", variant="primary", size="md")
         player = gr.HTML()
         table = gr.HTML()
-    return Gallery(pictures, ids, keep, told, left, right, both, player, table)
+    return Gallery(none, pictures, ids, keep, told, left, right, both, player, table)

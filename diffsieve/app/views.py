@@ -136,6 +136,15 @@ def status(text: str, kind: str = "info") -> str:
     return f'<p class="ds-status ds-{kind}" role="status">{escape(text)}</p>'
 
 
+def keeping(run: Run | None) -> str:
+    """Return the line beside the button that keeps the run that is shown, `None` before there is one."""
+    if run is not None and run.example:
+        return status("The run that is shown is an example, which is always kept.")
+    if run is not None and run.kept:
+        return status("The run that is shown is kept until it is given free.")
+    return status("Runs that are not kept go after a week, or when the folder is full.")
+
+
 def progress(share: float, text: str) -> str:
     """Return the line under the buttons while a run is at work, with a bar; `share` is in [0, 1]."""
     per_cent = round(100 * share)

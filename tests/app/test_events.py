@@ -1,16 +1,20 @@
-"""What the events of the page set, without a browser: the controls after a run is opened."""
+"""What the events of the page set, without a browser: the controls, and the lines that say what happened."""
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 
+import gradio as gr
 import pytest
 
 from diffsieve.app.events.attention import AttentionEvents
 from diffsieve.app.events.gallery import GalleryEvents
+from diffsieve.app.events.runs import RunEvents
 from diffsieve.app.events.settings import SettingsEvents
 from diffsieve.app.events.shown import Shown
 from diffsieve.app.models import Shelf
 from diffsieve.app.page import build_page
+from diffsieve.errors import UserInputError
 from tests import tiny_pixels
 from tests.app.conftest import make_handlers, small
 from tests.app.test_pictures import PICTURE, load
@@ -93,3 +97,77 @@ def test_one_head_leaves_nothing_to_choose(events, monkeypatch, heads):
     monkeypatch.setattr(type(events.handlers.masks(run.id)), "heads", property(lambda self: heads))
     head = events.shown.show(run)[events.page.attention.head]
     assert (head["visible"], head["value"], head["maximum"]) == (heads > 1, 0, 1)
+
+
+ME = SimpleNamespace(session_hash="me")
+
+
+def full_disk(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device: /srv/secret")
+
+
+def test_the_line_of_a_model_that_was_refused_goes_with_the_choice_of_the_one_before(events):
+    def broken(model, **options):
+        if model == "broken":
+            raise UserInputError("weights must be readable")
+        return load(model)
+
+    events.handlers.shelf = Shelf({CLIPS: "tiny", "broken": "broken", PIXELS: "pixels"}, load=broken)
+    page, followed = events.page, events.page.followed.value
+    refused = events.settings.on_load(ME, "broken", followed)
+    assert "Not loaded: weights must be readable" in refused[page.status]
+    assert set(refused) == {page.status, page.followed}, "the settings stay"
+    back = events.settings.on_load(ME, CLIPS, refused[page.followed])
+    assert f"{CLIPS} is chosen again" in back[page.status]
+    assert "ds-bad" not in back[page.status]
+    assert back[page.followed] == followed
+    # A list that is only passed says nothing.
+    assert set(events.settings.on_load(ME, CLIPS, followed)) == {page.followed}
+    other = events.settings.on_load(ME, PIXELS, refused[page.followed])
+    assert f"{PIXELS} is loaded." in other[page.status]
+    assert (other[page.followed].model, other[page.followed].refused) == (PIXELS, None)
+
+
+@pytest.mark.parametrize("sweep", [False, True], ids=["comparison", "sweep"])
+@pytest.mark.filterwarnings("ignore:the disk of the server is full")
+def test_a_result_that_cannot_be_shown_ends_as_a_line_and_gives_the_buttons_back(events, monkeypatch, sweep):
+    monkeypatch.setattr(events.handlers.store, "publish_text", full_disk)
+    runs, page = RunEvents(events.page, events.handlers, events.shown), events.page
+    values = list(vars(small(model=CLIPS)).values())
+    *_, last = runs.on_sweep(ME, *values, "50") if sweep else runs.on_compare(ME, *values)
+    assert "Not done: the disk of the server is full; finished runs are still there" in last[page.status]
+    assert "secret" not in last[page.status]
+    buttons = (page.run, page.sweep_run, page.cancel)
+    assert [last[button]["interactive"] for button in buttons] == [True, True, False]
+
+
+def test_keeping_a_run_on_a_full_disk_is_told(events, monkeypatch):
+    run = next(run for run in events.handlers.runs() if not run.pictures)
+    monkeypatch.setattr(Path, "touch", full_disk)
+    line, _ = events.on_keep(run.id)
+    assert "Not changed: the disk of the server is full" in line
+    assert "secret" not in line
+
+
+def test_the_line_beside_the_gallery_is_of_the_run_that_is_shown(events):
+    kept, other = (run.id for run in events.handlers.runs())
+    assert "Kept until it is given free." in events.on_keep(kept)[0]
+    line, button = events.on_other_run(other)
+    assert "Runs that are not kept go after a week" in line
+    assert button["value"] == "Keep the run that is shown"
+    line, button = events.on_other_run(kept)
+    assert "The run that is shown is kept until it is given free." in line
+    assert button["value"] == "Give the run that is shown free"
+    assert "Runs that are not kept" in events.on_other_run(None)[0]
+
+
+def test_an_empty_gallery_says_so(events, tmp_path):
+    none, pictures, *_ = events.on_list_runs(None, None)
+    assert (none["visible"], pictures["visible"], len(pictures["value"])) == (False, True, 2)
+    empty = make_handlers(tmp_path / "empty")
+    events.handlers = empty
+    none, pictures, ids, left, right = events.on_list_runs(None, None)
+    assert (none["visible"], pictures["visible"], ids, left["value"], right["value"]) == (True, False, [], None, None)
+    with pytest.raises(gr.Error, match="choose two finished runs, one on the left and one on the right"):
+        events.on_pair(None, None)
+    empty.store.close()

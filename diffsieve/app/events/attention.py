@@ -9,7 +9,7 @@ import gradio as gr
 from .. import views
 from ..components import Page
 from ..errors import AppError
-from ..handlers import Handlers, Spot
+from ..handlers import Handlers
 from ..store import Run
 from .calls import PRIVATE, told
 
@@ -54,7 +54,7 @@ class AttentionEvents:
             component: gr.update(maximum=max(size - 1, 1), value=value, visible=size > 1)
             for component, size, value in zip((view.frame, view.row, view.column), masks.grid_thw, token, strict=True)
         }
-        mask, picture, line = self.on_look(run.id, layer, steps[-1], 0, *token)
+        mask, picture, line = self._look(run.id, layer, steps[-1], 0, *token)
         return {
             view.layer: gr.update(choices=[(views.layer_name(name), name) for name in layers], value=layer),
             view.head: gr.update(maximum=max(masks.heads - 1, 1), value=0, visible=masks.heads > 1),
@@ -64,29 +64,25 @@ class AttentionEvents:
             view.told: line,
         } | sizes
 
-    def on_look(self, run_id: Any, layer: Any, step: Any, head: Any, *token: Any) -> tuple[Any, Any, str]:
+    def _look(self, run_id: Any, layer: Any, step: Any, head: Any, *token: Any) -> tuple[Any, Any, str]:
         """Return the mask, the picture and the line of one place."""
         if run_id is None or layer is None:
             return None, None, views.empty("No block mask yet", "Compare first, or take an example.")
-        with told():
-            mask = self.handlers.mask_view(run_id, layer, step, head)
-            return mask, *self._spot(self.handlers.spot_view(run_id, layer, step, head, token), head)
-
-    @staticmethod
-    def _spot(spot: Spot, head: Any) -> tuple[Any, str]:
-        return spot.picture, f'<p class="ds-spot">{views.spot_text(spot, head)}</p>'
+        mask = self.handlers.mask_view(run_id, layer, step, head)
+        spot = self.handlers.spot_view(run_id, layer, step, head, token)
+        return mask, spot.picture, f'<p class="ds-spot">{views.spot_text(spot, head)}</p>'
 
     def on_change_place(
         self, event: gr.EventData, run_id: Any, layer: Any, step: Any, head: Any, *token: Any
     ) -> tuple[Any, ...]:
         """Show another place; another layer may have other steps."""
-        if run_id is None or event.target is not self.page.attention.layer:
-            return gr.skip(), *self.on_look(run_id, layer, step, head, *token)
         with told():
+            if run_id is None or event.target is not self.page.attention.layer:
+                return gr.skip(), *self._look(run_id, layer, step, head, *token)
             steps = self.handlers.masks(run_id).steps_of(str(layer))
-        step = step if step in steps else steps[-1]
-        choices = gr.update(choices=[(str(number + 1), number) for number in steps], value=step)
-        return choices, *self.on_look(run_id, layer, step, head, *token)
+            step = step if step in steps else steps[-1]
+            choices = gr.update(choices=[(str(number + 1), number) for number in steps], value=step)
+            return choices, *self._look(run_id, layer, step, head, *token)
 
     def on_click(
         self, run_id: Any, layer: Any, step: Any, head: Any, frame: Any, event: gr.SelectData
@@ -94,6 +90,6 @@ class AttentionEvents:
         """Show the place of the token under a point of the picture."""
         with told():
             token = self.handlers.locate(run_id, frame, *event.index)
-        if token is None:
-            return tuple(gr.skip() for _ in range(6))
-        return *token, *self.on_look(run_id, layer, step, head, *token)
+            if token is None:
+                return tuple(gr.skip() for _ in range(6))
+            return *token, *self._look(run_id, layer, step, head, *token)

@@ -8,7 +8,7 @@ import gradio as gr
 
 from .. import figures, views
 from ..components import Page
-from ..errors import AppError
+from ..errors import explain
 from ..handlers import Handlers
 from ..store import Run
 from .calls import PRIVATE, told
@@ -34,13 +34,13 @@ class GalleryEvents:
         hidden: dict[str, Any] = {"show_progress": "hidden", **PRIVATE}
         opened = [page.status, *self.shown.components(), *self.settings.components()]
         page.examples.click(self.on_example, [page.examples, ask.model], opened, **hidden)
-        listing = [gallery.pictures, gallery.ids, gallery.left, gallery.right]
+        listing = [gallery.none, gallery.pictures, gallery.ids, gallery.left, gallery.right]
         for trigger in (page.blocks.load, page.current.change):
             trigger(self.on_list_runs, [gallery.left, gallery.right], listing, **hidden)
         gallery.pictures.select(self.on_open, [gallery.ids, ask.model], opened, **hidden)
         gallery.keep.click(self.on_keep, page.current, [gallery.told, gallery.keep], **hidden)
         gallery.keep.click(self.on_list_runs, [gallery.left, gallery.right], listing, **hidden)
-        page.current.change(self.on_keep_label, page.current, gallery.keep, **hidden)
+        page.current.change(self.on_other_run, page.current, [gallery.told, gallery.keep], **hidden)
         gallery.both.click(self.on_pair, [gallery.left, gallery.right], [gallery.player, gallery.table],
                            show_progress="minimal", show_progress_on=gallery.player, **PRIVATE)  # fmt: skip
 
@@ -57,16 +57,17 @@ class GalleryEvents:
 
     def _open(self, run: Run, chosen: Any) -> dict[Any, Any]:
         with told():
-            settings = self.settings.of_run(run, chosen)
+            settings, shown = self.settings.of_run(run, chosen), self.shown.show(run)
         line = f"Shown: {views.run_title(run)}"
         if not settings:
             line += ". Its model is not offered any more, so the settings stay as they were."
-        return {self.page.status: views.status(line, "good")} | self.shown.show(run) | settings
+        return {self.page.status: views.status(line, "good")} | shown | settings
 
     def on_list_runs(self, left: Any, right: Any) -> tuple[Any, ...]:
-        runs = self.handlers.runs()
+        with told():
+            runs = self.handlers.runs()
+            posters = [self.handlers.store.publish(run, "poster") for run in runs]
         titles = [views.run_title(run) for run in runs]
-        posters = [self.handlers.store.publish(run, "poster") for run in runs]
         ids = [run.id for run in runs]
         pictures = [(str(p), title) for p, title in zip(posters, titles, strict=True) if p is not None]
         shown = [run_id for run_id, p in zip(ids, posters, strict=True) if p is not None]
@@ -74,7 +75,8 @@ class GalleryEvents:
         left = left if left in ids else next(iter(ids), None)
         if right not in ids or right == left:
             right = next((run_id for run_id in ids if run_id != left), None)
-        return pictures, shown, *(gr.update(choices=choices, value=value) for value in (left, right))
+        chosen = (gr.update(choices=choices, value=value) for value in (left, right))
+        return gr.update(visible=not pictures), gr.update(value=pictures, visible=bool(pictures)), shown, *chosen
 
     def on_keep(self, run_id: Any) -> tuple[Any, Any]:
         if run_id is None:
@@ -82,14 +84,20 @@ class GalleryEvents:
         try:
             run = self.handlers.store.find(run_id)
             run = self.handlers.store.keep(run_id, not run.kept)
-        except AppError as error:
-            return views.status(f"Not changed: {error}", "bad"), gr.skip()
+        except Exception as error:
+            return views.status(f"Not changed: {explain(error)}", "bad"), gr.skip()
         line = "Kept until it is given free." if run.kept else "Given free: it goes after a week."
-        return views.status(line, "good"), self.on_keep_label(run.id)
+        return views.status(line, "good"), self._button(run)
 
-    def on_keep_label(self, run_id: Any) -> Any:
+    def on_other_run(self, run_id: Any) -> tuple[str, Any]:
+        """Say whether the run that is shown now is kept."""
         run = self.handlers.store.get(run_id)
-        return gr.update(value="Give the run that is shown free" if run and run.kept else "Keep the run that is shown")
+        return views.keeping(run), self._button(run)
+
+    @staticmethod
+    def _button(run: Run | None) -> Any:
+        free = run is not None and run.kept
+        return gr.update(value="Give the run that is shown free" if free else "Keep the run that is shown")
 
     def on_pair(self, left: Any, right: Any) -> tuple[str, str]:
         with told():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,8 +12,8 @@ from .. import figures, views
 from ..components import Page
 from ..errors import CancelledError
 from ..handlers import Handlers
+from ..jobs import Tell
 from ..limits import Request, parse_sweep
-from ..store import Run
 from ..streaming import Done, stream
 from .calls import MODEL_QUEUE, PRIVATE, owner_of
 from .shown import Shown
@@ -48,35 +47,31 @@ class RunEvents:
         page.blocks.unload(self.on_leave)
 
     def on_compare(self, request: gr.Request, *values: Any) -> Iterator[dict[Any, Any]]:
-        owner = owner_of(request)
-        work = functools.partial(self.handlers.compare, Request(*values), owner=owner)
-        started = time.monotonic()
-        for message in self._stream(lambda tell: work(tell=tell), owner):
-            if isinstance(message, Run):
-                yield self._idle(views.done_line(message, time.monotonic() - started)) | self.shown.show(message)
-            else:
-                yield message
+        owner, started = owner_of(request), time.monotonic()
+
+        def work(tell: Tell) -> dict[Any, Any]:
+            run = self.handlers.compare(Request(*values), owner=owner, tell=tell)
+            shown = self.shown.show(run)
+            return self._idle(views.done_line(run, time.monotonic() - started)) | shown
+
+        yield from self._stream(work, owner)
 
     def on_sweep(self, request: gr.Request, *values: Any) -> Iterator[dict[Any, Any]]:
         owner = owner_of(request)
 
-        def work(tell: Any) -> list[Run]:
-            request = Request(*values[:-1])
-            return self.handlers.sweep(request, parse_sweep(values[-1], request.method), owner=owner, tell=tell)
+        def work(tell: Tell) -> dict[Any, Any]:
+            asked = Request(*values[:-1])
+            runs = self.handlers.sweep(asked, parse_sweep(values[-1], asked.method), owner=owner, tell=tell)
+            shown = self.shown.show(runs[-1], tab=None) | {self.page.sweep: figures.sweep_charts(runs)}
+            return self._idle(views.status(f"Sweep done: {len(runs)} runs, all in the gallery.", "good")) | shown
 
-        for message in self._stream(work, owner):
-            if isinstance(message, list):
-                line = views.status(f"Sweep done: {len(message)} runs, all in the gallery.", "good")
-                yield (
-                    self._idle(line)
-                    | self.shown.show(message[-1], tab=None)
-                    | {self.page.sweep: figures.sweep_charts(message)}
-                )
-            else:
-                yield message
+        yield from self._stream(work, owner)
 
-    def _stream(self, work: Callable[[Any], Any], owner: str) -> Iterator[Any]:
-        """Yield updates of the page while `work` runs, then its result; a failure ends as a line and a toast."""
+    def _stream(self, work: Callable[[Tell], dict[Any, Any]], owner: str) -> Iterator[dict[Any, Any]]:
+        """Yield updates of the page while `work` runs, then those it returns; a failure ends as a line and a toast.
+
+        Making what is shown is part of the work: when a file cannot be published, the buttons come back too.
+        """
         page = self.page
         yield {
             page.status: views.progress(0.0, "starting"),
@@ -87,7 +82,7 @@ class RunEvents:
         for message in stream(work, lambda: self.handlers.cancel(owner)):
             if not isinstance(message, Done):
                 yield {page.status: views.progress(message.share, message.text)}
-            elif message.error is None:
+            elif message.result is not None:
                 yield message.result
             else:
                 text = str(message.error)

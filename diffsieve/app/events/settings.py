@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 from .. import views
-from ..components import Page
+from ..components import Followed, Page
 from ..controls import method_controls, model_controls, shortest_sparse, subject_controls, sweep_controls, with_values
 from ..errors import explain
 from ..handlers import Handlers
@@ -37,25 +37,30 @@ class SettingsEvents:
         ask.method.input(self.on_method, [ask.method, page.followed], [*own, page.sweep_values, page.followed],
                          show_progress="hidden", queue=False, **PRIVATE)  # fmt: skip
 
-    def on_load(self, request: gr.Request, name: Any, followed: list[Any]) -> dict[Any, Any]:
+    def on_load(self, request: gr.Request, name: Any, followed: Followed) -> dict[Any, Any]:
         """Load a model and give the controls its values; those stay where the model is the one that they have."""
-        if name == followed[0]:
-            return {self.page.followed: followed}
+        status, state = self.page.status, self.page.followed
+        if name == followed.model:
+            if followed.refused is None:
+                return {state: followed}
+            line = views.status(f"{name} is chosen again; the settings are as they were.")
+            return {status: line, state: followed._replace(refused=None)}
         try:
             model = self.handlers.load(name, owner=owner_of(request))
         except Exception as error:
-            return {self.page.status: views.status(f"Not loaded: {explain(error)}", "bad")}
+            line = views.status(f"Not loaded: {explain(error)}", "bad")
+            return {status: line, state: followed._replace(refused=name)}
         updates = self._updates(model_controls(model, self.handlers.limits))
-        line = {self.page.status: views.status(f"{name} is loaded."), self.page.followed: [name, model.method]}
-        return line | updates | self._sweep_field(model.method)
+        line = views.status(f"{name} is loaded.")
+        return {status: line, state: Followed(name, model.method)} | updates | self._sweep_field(model.method)
 
-    def on_method(self, method: Any, followed: list[Any]) -> dict[Any, Any]:
+    def on_method(self, method: Any, followed: Followed) -> dict[Any, Any]:
         """Show the controls of a method, with its own block size; they stay where it is the one that they have."""
-        model = followed[0]
-        if method == followed[1]:
+        if method == followed.method:
             return {self.page.followed: followed}
-        controls = method_controls(method, self.handlers.shelf.loaded(model))
-        return self._updates(controls) | self._sweep_field(method) | {self.page.followed: [model, method]}
+        controls = method_controls(method, self.handlers.shelf.loaded(followed.model))
+        now = {self.page.followed: followed._replace(method=method)}
+        return self._updates(controls) | self._sweep_field(method) | now
 
     def components(self) -> list[Any]:
         """Return what `of_run` sets."""
@@ -101,7 +106,7 @@ class SettingsEvents:
             given = settings["min_tokens"]
             values["min_tokens"] = shortest_sparse(name) if given is None else given
         updates = self._updates(with_values(controls, values)) | self._sweep_field(settings["method"])
-        return updates | {self.page.followed: [name, settings["method"]]}
+        return updates | {self.page.followed: Followed(name, settings["method"])}
 
     def _updates(self, controls: Mapping[str, dict[str, Any]]) -> dict[Any, Any]:
         return {getattr(self.page.ask, name): gr.update(**properties) for name, properties in controls.items()}

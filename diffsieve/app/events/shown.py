@@ -81,7 +81,7 @@ class Shown:
             results.report: dict(run.report),
         }
         if tab is not None:
-            updates[page.tabs] = gr.Tabs(selected=tab)
+            updates[page.tabs] = gr.update(selected=tab)
         return updates | self.attention.show(run)
 
     def _downloads(self, run: Run) -> str:
