@@ -81,6 +81,27 @@ def test_the_app_needs_no_training_code():
     assert found == []
 
 
+def test_only_what_is_on_the_page_imports_gradio():
+    """Handlers, limits, models and views are tested without a server; what runs them imports it when it starts."""
+    app = PACKAGE / "app"
+    found = {path.relative_to(app).parts[0].removesuffix(".py") for path in app.rglob("*.py")
+             if any(name.split(".")[0] == "gradio" for name in imports(path))}  # fmt: skip
+    assert found == {"api", "components", "events", "look", "page", "server"}
+
+
+def test_the_app_generates_nothing_itself():
+    """All that it takes of models is how to load them and what they are run with; `compare` runs them."""
+    used = {
+        name
+        for path in (PACKAGE / "app").rglob("*.py")
+        for name in imports(path)
+        if name.startswith(("diffsieve.pipelines", "diffsieve.processors", "diffsieve.kernels", "diffusers"))
+    }
+    loading = ("diffsieve.pipelines.defaults.", "diffsieve.pipelines.loading.")
+    others = {name for name in used if not name.startswith(loading)}
+    assert others == {"diffsieve.processors.LLSAConfig", "diffsieve.processors.trained_llsa"}
+
+
 def normalised(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 

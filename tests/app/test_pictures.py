@@ -12,7 +12,7 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError as ClientError
 from PIL import Image
 
-from diffsieve.app import figures, models, views
+from diffsieve.app import controls, figures, models, snippet, views
 from diffsieve.app import make_examples as module
 from diffsieve.app.controls import method_controls, model_controls, sweep_controls
 from diffsieve.app.errors import AppError, CancelledError
@@ -22,7 +22,7 @@ from diffsieve.app.server import ServerConfig, serve
 from diffsieve.app.snippet import python_lines
 from diffsieve.compare import CompareConfig
 from diffsieve.errors import UserInputError
-from diffsieve.pipelines import defaults
+from diffsieve.pipelines import defaults, loading
 from tests import tiny_pixels
 from tests.app.conftest import make_handlers, small
 from tests.app.serving import EXAMPLE
@@ -233,12 +233,11 @@ def test_an_embedded_model_begins_sparse_whatever_the_device_makes_of_its_length
     assert model_controls(shelf().get("tiny"), Limits())["min_tokens"] == {"visible": True, "value": 0}
 
 
-def test_the_embedded_model_of_pictures_is_offered_as_soon_as_its_folder_is_there(tmp_path, monkeypatch):
+def test_the_embedded_model_of_pictures_is_offered_as_soon_as_its_folder_is_there(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "mini_pixel_dit"
     known = {**defaults.EMBEDDED, defaults.MINI_PIXEL_DIT: folder}
-    for place in (defaults, models):
+    for place in (defaults, models, controls, snippet, loading):
         monkeypatch.setattr(place, "EMBEDDED", known)
-    monkeypatch.setattr("diffsieve.pipelines.loading.EMBEDDED", known)
     assert defaults.MINI_PIXEL_DIT not in offered_models()
     tiny_pixels.pipeline().save_pretrained(folder)
     offered = offered_models()
@@ -250,6 +249,27 @@ def test_the_embedded_model_of_pictures_is_offered_as_soon_as_its_folder_is_ther
     assert [shelf.pictures(name) for name in (*offered, "missing")] == [False, True, None]
     model = shelf.get(defaults.MINI_PIXEL_DIT)
     assert (model.classes, model.method) == (tuple(tiny_pixels.CLASSES), "llsa")
+
+    # The first settings of the page: full attention against LLSA, the chosen blocks, a clicked pixel, the same lines.
+    made = make_handlers(tmp_path / "store")
+    made.shelf = shelf
+    given = controls.model_controls(model, Limits())
+    first = {name: properties["value"] for name, properties in given.items() if "value" in properties}
+    request = small(**first | {"model": defaults.MINI_PIXEL_DIT})
+    found = made.compare(request, owner="me", tell=lambda share, text: None)
+    assert (found.clip["prompt"], views.run_label(found)) == (tiny_pixels.CLASSES[0], "LLSA top 2")
+    assert 0 < found.clip["sparsity"]["density_sparse_steps"] < 1
+    assert made.mask_view(found.id, LAYER, 19, 1).width > 200
+    assert made.spot_view(found.id, LAYER, 19, 1, (0, 5, 7)).attended == 16
+    code = snippet.python_lines(found.report)
+    assert f"model={defaults.MINI_PIXEL_DIT!r},\n" in code
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(code, "compare.py", "exec"), names)
+    again = names["report"]["summary"]["psnr"]["mean"]
+    assert again == pytest.approx(found.clip["metrics"]["psnr"]["mean"])
+    assert capsys.readouterr().out.splitlines()[-1] == f"{again} dB"
+    made.store.close()
 
 
 @pytest.mark.parametrize(

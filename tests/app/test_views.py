@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from html import unescape
 from pathlib import Path
 
@@ -66,6 +67,18 @@ def test_a_missing_metric_says_why_and_is_no_number(run):
     assert "<td></td>" not in table
     for unit in ("dB", "none", "higher", "lower"):
         assert f">{unit}<" in table
+
+
+def test_every_figure_has_a_unit(run):
+    """The word none stands where a figure has none."""
+    units = {"dB", "none", "%", "steps", "s", "times"}
+    for table in (figures.metrics_table([("a", run)]), figures.cost_table([("a", run)])):
+        head, *rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)]
+        assert len(rows) > 4
+        assert {row[head.index("unit")] for row in rows} <= units
+    sweep = unescape(figures.sweep_charts([run]))
+    for label in ("sparsity, %", "PSNR, dB", "time, s", "density, %", "time dense, s", "time sparse, s"):
+        assert label in sweep, label
 
 
 def test_figures_are_the_measured_ones(run):
@@ -182,6 +195,16 @@ def test_the_time_left_follows_the_steps():
         now[0] += 6.0
     assert told[-1][1] == "dense clip, step 4 of 10, about 1 min 42 s left"  # 17 of 20 steps of 6 s
     assert told[-1][0] == pytest.approx(0.97 * 3 / 20)
+
+
+def test_the_time_left_in_a_sweep_is_that_of_one_run():
+    now, told = [0.0], []
+    follow = Follow(Job("me"), lambda share, text: told.append((share, text)), 1, 4, clock=lambda: now[0])
+    for step in range(2):
+        follow(Progress(0, 1, "a", 0, "sparse", step, 10, "denoise"))
+        now[0] += 6.0
+    assert told[-1][1] == "run 2 of 4, sparse clip, step 2 of 10, about 54 s left of this run"
+    assert told[-1][0] == pytest.approx((1 + 0.97 / 10) / 4)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "1 s"), (59.4, "59 s"), (125, "2 min 5 s"), (4200, "1 h 10 min")])

@@ -1,0 +1,102 @@
+"""What the page says before there is anything and when something fails, and that all on it has a name."""
+
+import pytest
+
+from diffsieve.app.models import Shelf
+from diffsieve.app.server import ServerConfig, serve
+from diffsieve.errors import UserInputError
+from tests.app.acting import TABS, eventually, press_compare, settle, shoot, tab
+from tests.app.browser import opened
+from tests.app.serving import tiny_examples, tiny_server
+from tests.app.test_browser_pictures import CLIPS, pick
+from tests.app.test_pictures import load
+from tests.tiny import wan_pipeline
+
+EMPTY = {
+    "Compare": "Nothing compared yet",
+    "Metrics": "No metrics yet",
+    "Attention": "No block mask yet",
+    "Run info": "No run yet",
+    "Sweep": "No sweep yet",
+    "Gallery": "No finished run yet",
+}
+# The elements that are seen and have no name: neither a label nor a text, of their own or of what they hold.
+NAMELESS = """() => [...document.querySelectorAll(
+    'input, textarea, select, button, a[href], video, img, table, [role=tab], [role=progressbar]')]
+  .filter((e) => e.offsetParent).filter((e) => {
+    const by = (e.getAttribute('aria-labelledby') ?? '').split(' ').map((id) => document.getElementById(id)?.innerText);
+    const inside = [...e.querySelectorAll('[alt], [aria-label], [title]')].map((i) => i.alt || i.ariaLabel || i.title);
+    const labels = [...(e.labels ?? [])].map((label) => label.innerText);
+    return ![e.ariaLabel, e.alt, e.title, e.innerText, ...by, ...inside, ...labels].some((name) => name?.trim());
+  }).map((e) => e.outerHTML.slice(0, 300))"""
+
+
+@pytest.mark.parametrize("pictures", [False, True], ids=["clips", "pictures"])
+def test_all_on_the_page_has_a_name(browser, tmp_path, pictures):
+    shelf = Shelf({"model": "pixels" if pictures else "tiny"}, load=load)
+    settings = ServerConfig(folder=tmp_path / "store")
+    examples = tmp_path / "none" if pictures else tiny_examples(tmp_path / "examples")
+    with serve(settings, shelf=shelf, examples=examples) as running, opened(browser, running.url) as watched:
+        page = watched.page
+        if pictures:  # with the first settings, which are small
+            press_compare(page)
+        else:
+            page.locator("#ds-examples button").first.click()
+        page.locator("diffsieve-player img, diffsieve-player video").first.wait_for()
+        page.get_by_role("button", name="More settings").click()
+        page.get_by_label("Block size, tokens").wait_for()
+        for name in TABS:
+            tab(page, name)
+            page.locator(".tabitem:visible").first.wait_for()
+            if name == "Attention":
+                page.locator(".ds-spot").wait_for()
+            eventually(lambda: nothing(page.evaluate(NAMELESS)))
+        tab(page, "Compare")
+        for view in ("Slider", "Difference"):
+            page.get_by_role("radio", name=view).check(force=True)
+            eventually(lambda: nothing(page.evaluate(NAMELESS)))
+
+
+def nothing(found):
+    assert found == []
+
+
+def test_an_empty_page_says_what_will_be_there(browser, tmp_path):
+    with tiny_server(tmp_path) as running, opened(browser, running.url) as watched:
+        page = watched.page
+        for name, text in EMPTY.items():
+            tab(page, name)
+            page.locator(".ds-empty b", has_text=text).wait_for()
+        shoot(page, "empty-gallery")
+        page.get_by_role("button", name="Show both sparse results").click()
+        page.get_by_test_id("toast-text").filter(has_text="choose two finished runs").wait_for()
+        page.get_by_role("button", name="Keep the run that is shown").click()
+        page.locator(".ds-status.ds-bad", has_text="Nothing is shown yet that could be kept.").wait_for()
+        settle(page, {"Steps": "2", "Frames": "5", "Width, px": "32", "Height, px": "32", "Guidance": "1"})
+        press_compare(page)
+        tab(page, "Gallery")
+        page.locator("#ds-gallery button.thumbnail-item").first.wait_for()
+        page.get_by_text("Runs that are not kept go after a week").wait_for()
+        assert not page.get_by_text("No finished run yet").is_visible()
+        tab(page, "Attention")  # the sequence is shorter than the shortest sparse one
+        page.locator(".ds-empty", has_text="every step of this run was dense").wait_for()
+
+
+def test_a_model_that_is_refused_is_told_until_another_one_is_chosen(browser, tmp_path):
+    def broken(model, **options):
+        if model == "broken":
+            raise UserInputError("the weights of /srv/models/broken must be readable")
+        return wan_pipeline()
+
+    shelf = Shelf({CLIPS: "tiny", "broken": "broken"}, load=broken)
+    settings = ServerConfig(folder=tmp_path / "store")
+    with serve(settings, shelf=shelf, examples=tmp_path / "none") as running, opened(browser, running.url) as watched:
+        page = watched.page
+        settle(page, {"Steps": "7"})
+        pick(page, "Model", "broken")
+        told = page.locator("#ds-told")
+        told.filter(has_text="Not loaded: the weights of a path on the server must be readable").wait_for()
+        shoot(page, "refused-model")
+        pick(page, "Model", CLIPS)
+        told.filter(has_text=f"{CLIPS} is chosen again; the settings are as they were.").wait_for()
+        assert page.get_by_label("Steps", exact=True).input_value() == "7"
