@@ -48,6 +48,14 @@ def tab(page, name):
         page.get_by_role("button", name=name, exact=True).last.click()
 
 
+def same(value, expected):
+    assert value == expected
+
+
+def differs(value, other):
+    assert value != other
+
+
 def eventually(check, seconds=60.0):
     end = time.monotonic() + seconds
     while True:

@@ -1,4 +1,4 @@
-"""A server's handlers over a tiny pipeline with random weights, and the smallest request that has every part."""
+"""Handlers, a server and its page over a tiny pipeline, and the smallest request that has every part."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ from diffsieve.app.handlers import Handlers
 from diffsieve.app.limits import Limits, Request
 from diffsieve.app.models import Shelf
 from diffsieve.app.store import Bounds, Store
-from tests.app.browser import launched
-from tests.tiny import wan_pipeline
+from tests.app.browser import launched, opened
+from tests.app.serving import Tiny, tiny_examples, tiny_server
 
 # 9 frames of 32 x 32 are 48 tokens: 6 blocks of 8.
 SMALL = Request(
@@ -33,19 +33,6 @@ SMALL = Request(
 
 def small(**changes) -> Request:
     return dataclasses.replace(SMALL, **changes)
-
-
-class Tiny:
-    """A loader that makes the tiny pipeline and counts; `pipe` is the last one."""
-
-    def __init__(self):
-        self.loads = 0
-        self.pipe = None
-
-    def __call__(self, model, *, device=None, dtype=None):
-        self.loads += 1
-        self.pipe = wan_pipeline()
-        return self.pipe
 
 
 def make_handlers(root, *, bounds=None, limits=None, examples=None, load=None):
@@ -73,3 +60,18 @@ def browser():
     """A Chromium for the tests of one file, which are skipped where there is none."""
     with launched() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server with one example, for the tests of one file."""
+    root = tmp_path_factory.mktemp("server")
+    with tiny_server(root, examples=tiny_examples(root / "examples")) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser, server):
+    """The page of `server`, on which nothing may go wrong."""
+    with opened(browser, server.url) as watched:
+        yield watched.page

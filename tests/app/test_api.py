@@ -13,18 +13,11 @@ from PIL import Image
 
 from diffsieve.app.events.calls import owner_of
 from diffsieve.app.store import Bounds
-from tests.app.conftest import SMALL, Tiny
-from tests.app.serving import tiny_examples, tiny_server
+from tests.app.conftest import SMALL
+from tests.app.serving import Tiny, tiny_server
 from tests.app.test_server import request
 
 ARGUMENTS = vars(SMALL)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    root = tmp_path_factory.mktemp("api")
-    with tiny_server(root, examples=tiny_examples(root / "examples")) as running:
-        yield running
 
 
 @pytest.fixture

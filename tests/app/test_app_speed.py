@@ -7,7 +7,7 @@ import pytest
 
 from diffsieve.app.models import Shelf
 from tests.app.browser import MISSING, find_chromium
-from tests.app.conftest import Tiny
+from tests.app.serving import Tiny
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "app_speed.py"
 

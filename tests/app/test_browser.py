@@ -11,27 +11,16 @@ import pytest
 
 from diffsieve.app.models import Shelf
 from diffsieve.app.server import ServerConfig, serve
-from tests.app.acting import TABS, eventually, press_compare, settle, shoot, tab
+from tests.app.acting import TABS, differs, eventually, press_compare, settle, shoot, tab
 from tests.app.browser import opened
-from tests.app.conftest import Tiny
-from tests.app.serving import tiny_examples, tiny_server
+from tests.app.serving import Tiny, tiny_server
 from tests.app.test_api import Slow
+
+# Named first, so that no server is started where there is no Chromium.
+pytestmark = pytest.mark.usefixtures("browser")
 
 SETTINGS = {"Steps": 4, "Frames": 9, "Width, px": 64, "Height, px": 64, "Guidance": 1}
 MORE = {"Block size, tokens": 16, "Shortest sparse sequence, tokens": 0}
-
-
-@pytest.fixture(scope="module")
-def server(browser, tmp_path_factory):
-    root = tmp_path_factory.mktemp("browser")
-    with tiny_server(root, examples=tiny_examples(root / "examples")) as running:
-        yield running
-
-
-@pytest.fixture
-def page(browser, server):
-    with opened(browser, server.url) as watched:
-        yield watched.page
 
 
 def fill(page, **changes):
@@ -103,7 +92,7 @@ def test_a_comparison_plays_in_step_and_fills_every_tab(page, server):
 
     eventually(play)
     first = videos(page)[0]["time"]
-    eventually(lambda: _differs(videos(page)[0]["time"], first))
+    eventually(lambda: differs(videos(page)[0]["time"], first))
     shoot(page, "compare")
 
     page.get_by_role("button", name="Pause").click()
@@ -146,10 +135,6 @@ def test_the_next_result_replaces_the_last_one(page):
     assert "/ 5" in page.locator(".ds-readout").inner_text()
     page.locator("#ds-examples button").first.click()
     page.get_by_role("group", name="a fox moves to the right over a blue background: dense and BA-Att 50 %").wait_for()
-
-
-def _differs(value, other):
-    assert value != other
 
 
 def _all(values):
@@ -196,16 +181,16 @@ def test_the_block_mask_follows_layer_step_and_head_and_a_click(page):
     before = mask.get_attribute("src")
     page.get_by_label("number input for Head").fill("1")
     page.keyboard.press("Enter")
-    eventually(lambda: _differs(mask.get_attribute("src"), before))
+    eventually(lambda: differs(mask.get_attribute("src"), before))
     assert told.inner_text().startswith("Head 1: the query at row 4, column 4 of token frame 1 attended to 96 of 192")
     before = mask.get_attribute("src")
     page.get_by_label("Layer").click()
     page.get_by_role("option", name="layer 1").click()
-    eventually(lambda: _differs(mask.get_attribute("src"), before))
+    eventually(lambda: differs(mask.get_attribute("src"), before))
     before = mask.get_attribute("src")
     page.get_by_label("Step", exact=True).click()
     page.get_by_role("option", name="2").click()
-    eventually(lambda: _differs(mask.get_attribute("src"), before))
+    eventually(lambda: differs(mask.get_attribute("src"), before))
     sizes = "(() => { const i = document.querySelector('#ds-spot img'); return [i.naturalWidth, i.clientWidth] })()"
     eventually(lambda: _all(page.evaluate(sizes)))
     natural, shown = page.evaluate(sizes)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.app.acting import TABS, eventually, field, settle
-from tests.app.browser import opened
-from tests.app.serving import tiny_examples, tiny_server
+from tests.app.acting import TABS, differs, eventually, field, same, settle
+
+# Named first, so that no server is started where there is no Chromium.
+pytestmark = pytest.mark.usefixtures("browser")
 
 # The accessible name of what has the focus, or of what an element is labelled by.
 NAME = """() => { const e = document.activeElement; const label = e.labels?.[0]?.innerText;
@@ -12,18 +13,10 @@ NAME = """() => { const e = document.activeElement; const label = e.labels?.[0]?
 MOST = 80  # presses of Tab; the page has fewer places than that
 
 
-@pytest.fixture(scope="module")
-def server(browser, tmp_path_factory):
-    root = tmp_path_factory.mktemp("keyboard")
-    with tiny_server(root, examples=tiny_examples(root / "examples")) as running:
-        yield running
-
-
 @pytest.fixture
-def page(browser, server):
-    with opened(browser, server.url) as watched:
-        watched.page.get_by_label("Prompt", exact=True).focus()
-        yield watched.page
+def page(page):
+    page.get_by_label("Prompt", exact=True).focus()
+    return page
 
 
 def go(page, name, key="Tab"):
@@ -51,14 +44,6 @@ def show_example(page):
     go(page, "a fox moves")
     page.keyboard.press("Enter")
     page.locator("diffsieve-player video").first.wait_for()
-
-
-def same(value, expected):
-    assert value == expected
-
-
-def differs(value, other):
-    assert value != other
 
 
 def test_the_controls_of_a_comparison_are_reached_in_their_order(page):

@@ -6,7 +6,7 @@ import pytest
 
 from diffsieve.app.models import Shelf
 from diffsieve.app.server import ServerConfig, serve
-from tests.app.acting import TABS, eventually, press_compare, settle, shoot, tab
+from tests.app.acting import TABS, eventually, press_compare, same, settle, shoot, tab
 from tests.app.browser import opened
 from tests.app.serving import tiny_examples
 from tests.app.test_pictures import load
@@ -26,10 +26,9 @@ def server(browser, tmp_path_factory):
 
 
 @pytest.fixture
-def page(browser, server):
-    with opened(browser, server.url) as watched:
-        choose_pixels(watched.page)
-        yield watched.page
+def page(page):
+    choose_pixels(page)
+    return page
 
 
 def choose_pixels(page):
@@ -63,10 +62,6 @@ def pick(page, label, option):
 def choose_class(page, name):
     pick(page, "Class", name)
     eventually(lambda: same(page.get_by_label("Class", exact=True).input_value(), name))
-
-
-def same(value, expected):
-    assert value == expected
 
 
 def shown(page):

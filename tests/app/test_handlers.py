@@ -13,7 +13,8 @@ from diffsieve.app import handlers as module
 from diffsieve.app.errors import AppError, CancelledError, explain
 from diffsieve.app.models import Shelf
 from diffsieve.errors import DiffsieveError, UserInputError
-from tests.app.conftest import Tiny, make_handlers, small
+from tests.app.conftest import make_handlers, small
+from tests.app.serving import Tiny
 
 LAYER = "transformer.blocks.1"
 

@@ -13,8 +13,8 @@ from diffsieve.app import server as module
 from diffsieve.app.models import Shelf, offered_models
 from diffsieve.app.server import PASSWORD, USER, ServerConfig, credentials, is_local, serve
 from diffsieve.errors import UserInputError
-from tests.app.conftest import SMALL, Tiny
-from tests.app.serving import tiny_server
+from tests.app.conftest import SMALL
+from tests.app.serving import Tiny, tiny_server
 
 
 @pytest.fixture(scope="module")
