@@ -57,6 +57,8 @@ class BAAttProcessor:
         self._calibrating = False
         # Name of the backend of dense calls where ours is the faster one, None where the original processor does them.
         self._dense_backend: str | None = None
+        # Whether the calibration may do the dense call itself, as PyTorch's attention, and measure against its result.
+        self._may_replace = False
         self._record = False
         self._grid: Grid = (0, 0, 0)
         # From the model's own token order to raster order and back, None where they are the same.
@@ -149,18 +151,20 @@ class BAAttProcessor:
         # A mask excludes single pairs, which whole blocks cannot.
         if self._sparse and attention_mask is None and encoder_hidden_states is None:
             return self._attend_sparse(self._family, attn, hidden_states, rotary_emb)
-        own = self._dense_backend is not None and not torch.is_grad_enabled()
-        if own and attention_mask is None and encoder_hidden_states is None:
+        plain = attention_mask is None and encoder_hidden_states is None
+        own = self._dense_backend is not None or (self._calibrating and self._may_replace)
+        if own and plain and not torch.is_grad_enabled():
             output = self._attend_dense(self._family, attn, hidden_states, rotary_emb)
         else:
             output = self._original(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
-        if self._calibrating and attention_mask is None:
-            self._calibrate(self._family, attn, hidden_states, rotary_emb)
+            if self._calibrating and attention_mask is None:
+                with torch.no_grad():
+                    self._calibrate(*self._family.project(attn, hidden_states, rotary_emb))
         self._counters.add_(self._dense_counts)
         return output
 
     def _attend_sparse(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
-        query, key, value = self._project(family, attn, hidden_states, rotary_emb)
+        query, key, value = self._in_raster(*family.project(attn, hidden_states, rotary_emb))
         timer = None if self._timer is None or torch.compiler.is_compiling() else self._timer.stage
         attended, info = ba_attention(
             query,
@@ -190,26 +194,32 @@ class BAAttProcessor:
         return family.output(attn, attended)
 
     def _attend_dense(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> torch.Tensor:
-        query, key, value = (x.transpose(1, 2) for x in family.project(attn, hidden_states, rotary_emb))
-        assert self._dense_backend is not None
-        fall_back = self.config.backend == "auto"
-        attended, listed = dense_attention(query, key, value, backend=self._dense_backend, fall_back=fall_back)
-        self._counters.add_(F.pad(listed.view(1), (len(COUNTERS) - 1, 0)).to(self._counters.device))
-        return family.output(attn, attended.transpose(1, 2))
+        projected = family.project(attn, hidden_states, rotary_emb)
+        query, key, value = (x.transpose(1, 2) for x in projected)
+        if self._dense_backend is None:
+            attended = F.scaled_dot_product_attention(query, key, value)
+        else:
+            fall_back = self.config.backend == "auto"
+            attended, listed = dense_attention(query, key, value, backend=self._dense_backend, fall_back=fall_back)
+            self._counters.add_(F.pad(listed.view(1), (len(COUNTERS) - 1, 0)).to(self._counters.device))
+        attended = attended.transpose(1, 2)
+        if self._calibrating:
+            self._calibrate(*projected, None if family.num_text else attended)
+        return family.output(attn, attended)
 
-    def _project(
-        self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query, key and value, each (B, H, L, D), in raster order."""
-        query, key, value = family.project(attn, hidden_states, rotary_emb)
+    def _in_raster(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Return tensors of the model, each (B, L, H, D), as (B, H, L, D) in raster order."""
         if self._to_raster is not None:
-            query, key, value = (x.index_select(1, self._to_raster) for x in (query, key, value))
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            tensors = tuple(x.index_select(1, self._to_raster) for x in tensors)
+        return [x.transpose(1, 2) for x in tensors]
 
-    @torch.no_grad()
-    def _calibrate(self, family: Family, attn: Any, hidden_states: torch.Tensor, rotary_emb: Any) -> None:
+    def _calibrate(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: torch.Tensor | None = None
+    ) -> None:
+        """Measure the orders; all (B, L, H, D), `dense` the attention of this call where it is known."""
         errors = calibrate_orders(
-            *self._project(family, attn, hidden_states, rotary_emb),
+            *self._in_raster(query, key, value),
+            dense=None if dense is None else self._in_raster(dense)[0],
             grid_thw=self._grid,
             compensate=self.config.compensate,
             backend=self.config.backend,

@@ -236,8 +236,9 @@ class SparseController:
             self.transformer, hidden_states, tokens, self.config
         )
         for layer, why in zip(self.layers, self._reasons, strict=True):
-            replaced = dense_backend is not None and may_replace(self.family, layer.attn, layer.processor._original)
-            layer.processor._dense_backend = dense_backend if replaced else None
+            plain = may_replace(self.family, layer.attn, layer.processor._original)
+            layer.processor._may_replace = plain
+            layer.processor._dense_backend = dense_backend if plain else None
             layer.processor._sparse = why is None
             layer.processor._calibrating = calibrating and not layer.always_dense
 

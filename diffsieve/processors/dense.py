@@ -31,9 +31,9 @@ def backend_of_dense_calls(
 
 
 def may_replace(family: Family, attn: Any, processor: Any) -> bool:
-    """Whether the dense calls of a layer's processor are plain attention, for which nobody chose a backend."""
+    """Whether the dense calls of a layer's processor are plain attention, and nobody chose a backend for diffusers."""
     own = family.full_attention is not None or type(processor) is getattr(attn, "_default_processor_cls", None)
-    return own and getattr(processor, "_attention_backend", None) is None
+    return own and getattr(processor, "_attention_backend", None) is None and not _another_is_chosen()
 
 
 def _another_is_chosen() -> bool:

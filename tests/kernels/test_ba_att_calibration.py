@@ -39,18 +39,19 @@ def reference_error(query, key, value, order, block, probes, window, *, density,
     return (sparse - dense)[rows].square().sum() / dense[rows].square().sum()
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["", "dense given"])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize(
     ("score", "compensate"), [("residual", "centroid"), ("moments", "none"), ("halfk", "centroid")], ids=str
 )
-def test_matches_definition(score, compensate, backend, generator):
+def test_matches_definition(score, compensate, backend, given, generator):
     tensors = (1.5 * torch.randn(2, 450, 2, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     query, key, value = (x.transpose(1, 2) for x in tensors)
     key = key + 0.5
     how = {"density": 0.3, "score": score, "compensate": compensate}
-    errors = calibrate_orders(
-        query, key, value, grid_thw=GRID, block_size=32, window=64, probe_blocks=4, backend=backend, **how
-    )
+    rest = {"grid_thw": GRID, "block_size": 32, "window": 64, "probe_blocks": 4, "backend": backend}
+    dense = torch.nn.functional.scaled_dot_product_attention(query, key, value) if given else None
+    errors = calibrate_orders(query, key, value, dense=dense, **rest, **how)
     assert errors.dtype == torch.float32
     # 14 whole blocks in 4 equal parts: their middles.
     probes = [1, 5, 8, 12]
@@ -69,6 +70,12 @@ def test_batch_is_averaged_and_text_left_out(generator):
     text = torch.randn(2, 3, 20, 8, generator=generator)
     with_text = [torch.cat([text[:, :, :5], x, text[:, :, 5:]], dim=2) for x in tensors]
     torch.testing.assert_close(calibrate_orders(*with_text, text_prefix=5, text_suffix=15, **MAKE), both)
+
+
+def test_dense_attention_that_is_given_is_what_errors_are_measured_against(generator):
+    query, key, value = (torch.randn(1, 2, 450, 8, generator=generator) for _ in range(3))
+    errors = calibrate_orders(query, key, value, dense=torch.full_like(query, 1e4), **MAKE)
+    torch.testing.assert_close(errors, torch.ones(2, 5), rtol=1e-3, atol=0)
 
 
 def test_shared_key_heads(generator):
@@ -202,6 +209,8 @@ def test_nan_does_not_hang(broken, generator):
         ({"probe_blocks": 0}, "probe_blocks must be at least 1, got 0"),
         ({"grid_thw": (5, 9, 9)}, "grid_thw must have as many points"),
         ({"window": 40}, "window must be a positive multiple"),
+        ({"dense": torch.zeros(1, 2, 449, 8)}, r"dense must have the shape of query, \(1, 2, 450, 8\)"),
+        ({"dense": torch.zeros(1, 2, 450, 8), "text_suffix": 5}, "with 0 and 5 text tokens"),
     ],
 )
 def test_bad_input(options, message, generator):

@@ -85,9 +85,10 @@ def test_custom_ops(qkv):
         torch.library.opcheck(_order_table_op, (0, 0, 450, cpu), test_utils=check)
         table = torch.tensor([4, 3, 2, 0])
         torch.library.opcheck(_head_orders_op, (*qkv[:2], table, 5, 9, 10, 64, True, False), test_utils=check)
-        for compensate in ("none", "centroid"):
+        dense = torch.nn.functional.scaled_dot_product_attention(*qkv)
+        for compensate, given in (("none", None), ("centroid", dense)):
             options = (GRID, 0.5, 32, 0.5, True, True, True, None, True, compensate, "moments", 0, 0, 0.25, 4, "auto")
-            torch.library.opcheck(_calibrate_op, (*qkv, *options), test_utils=check)
+            torch.library.opcheck(_calibrate_op, (*qkv, given, *options), test_utils=check)
 
 
 @pytest.mark.slow

@@ -1,12 +1,15 @@
 """Orders per head: chosen in the last dense step, saved, loaded, validated."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import attention_backend
 
 from diffsieve import BAAttConfig, UserInputError, apply_sparse_attention, sparsity_summary
 from diffsieve.kernels.ba_att import CANDIDATE_ORDERS, calibrate_orders, choose_orders
+from diffsieve.processors import ba_att as processor
 from diffsieve.processors import save_orders
 from diffsieve.processors.calibration import FALLBACK_ORDER, choose_all_orders
 from tests import tiny
@@ -36,6 +39,25 @@ def test_choice_is_the_mean_over_the_branches_of_the_last_dense_step():
     expected = choose_orders(torch.stack(errors).mean(0)).tolist()
     assert sparsity_summary(pipe).orders["transformer.blocks.1"] == tuple(CANDIDATE_ORDERS[i] for i in expected)
     assert attn.processor._orders.tolist() == expected
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["", "another backend chosen"])
+def test_measures_against_the_dense_call_of_the_step_where_that_is_plain_attention(plain, monkeypatch):
+    pipe, given = _applied(tiny.wan_pipeline()), []
+
+    def calibrate(*tensors, dense, **options):
+        given.append((tensors, dense))
+        return calibrate_orders(*tensors, dense=dense, **options)
+
+    monkeypatch.setattr(processor, "calibrate_orders", calibrate)
+    with nullcontext() if plain else attention_backend("_native_math"):
+        tiny.generate(pipe)
+    assert len(given) == 2 * (len(pipe.transformer.blocks) - 1)  # branches; the first layer is always dense
+    for tensors, dense in given:
+        if plain:
+            assert torch.equal(dense, torch.nn.functional.scaled_dot_product_attention(*tensors))
+        else:
+            assert dense is None
 
 
 def test_each_generation_calibrates_anew():

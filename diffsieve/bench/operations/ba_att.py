@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from ...kernels import testing
 from ...kernels.ba_att import CANDIDATE_ORDERS, BAAttInfo, ba_attention, block_statistics, calibrate_orders
@@ -229,7 +230,9 @@ def _extra(config: BenchConfig, tensors: tuple[Tensor, Tensor, Tensor], options:
         stages |= {"compensation": rest, "order undone": found["selection again"]}
     else:  # one kernel does both
         stages["compensation, order undone"] = rest
-    calibrate = partial(calibrate_orders, *tensors, **{name: x for name, x in options.items() if name != "orders"})
+    options = {name: x for name, x in options.items() if name != "orders"}
+    # As in the step that calibrates, which is dense.
+    calibrate = partial(calibrate_orders, *tensors, dense=scaled_dot_product_attention(*tensors), **options)
     return {"stages_ms": stages, "calibration_ms": timer.eager(calibrate)[0]["ms"]}
 
 

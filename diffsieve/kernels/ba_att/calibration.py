@@ -40,6 +40,7 @@ def calibrate_orders(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
+    dense: torch.Tensor | None = None,
     grid_thw: Grid | None,
     density: float,
     block_size: int = 128,
@@ -60,14 +61,15 @@ def calibrate_orders(
     """Measure, per head and candidate order, how far the output of that order is from dense attention.
 
     `probe_blocks` whole query blocks, spread evenly over the sequence in that order, attend to the keys that the order
-    makes them keep, with the compensation asked for, and to all keys. Costs about
-    (4 + 5 * density) * probe_blocks * block_size / L of one dense attention, and the sorts. Deterministic; autocast
-    changes nothing.
+    makes them keep, with the compensation asked for, and to all keys. Costs about 5 * density * probe_blocks *
+    block_size / L of one dense attention, and the sorts; without `dense` 4 + 5 * density in place of that 5 * density.
+    Deterministic; autocast changes nothing.
 
     Args:
         query: (B, H, L, D), after RoPE.
         key: (B, Hkv, L, D), after RoPE.
         value: (B, Hkv, L, D).
+        dense: (B, H, L, D), dense attention of these tensors, where the caller has it; without text tokens alone.
         probe_blocks: query blocks measured per candidate, at least 1; by default 32, but at most a quarter of them.
         text_prefix: text tokens before the video tokens; left out of the measurement, as are
         text_suffix: text tokens after the video tokens.
@@ -78,13 +80,19 @@ def calibrate_orders(
         guidance), in the order of `CANDIDATE_ORDERS`; infinity where a candidate needs a grid and there is none.
 
     Raises:
-        UserInputError: `density` or `probe_blocks` out of range, or as `token_orders` (not checked while compiling).
+        UserInputError: `density` or `probe_blocks` out of range, `dense` of another shape than `query` or given with
+            text tokens, or as `token_orders` (not checked while compiling).
     """
     if not torch.compiler.is_compiling():
         if not 0 < density <= 1:
             raise UserInputError(f"density must be in (0, 1], got {density}")
         if probe_blocks is not None and probe_blocks < 1:
             raise UserInputError(f"probe_blocks must be at least 1, got {probe_blocks}")
+        if dense is not None and (dense.shape != query.shape or text_prefix or text_suffix):
+            raise UserInputError(
+                f"dense must have the shape of query, {tuple(query.shape)}, and no text tokens beside the video, got "
+                f"{tuple(dense.shape)} with {text_prefix} and {text_suffix} text tokens"
+            )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if probe_blocks is None:
         probe_blocks = probe_count(query.shape[2] - text_prefix - text_suffix, block_size)
@@ -92,6 +100,7 @@ def calibrate_orders(
         query.detach(),
         key.detach(),
         value.detach(),
+        None if dense is None else dense.detach(),
         grid_thw,
         density,
         block_size,
@@ -132,6 +141,7 @@ def _calibrate_op(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    dense: torch.Tensor | None,
     grid: Sequence[int] | None,
     density: float,
     block_size: int,
@@ -175,7 +185,8 @@ def _calibrate_op(
             fused=fused,
         )
         ordered_key, key_stats = gather_with_statistics(key, order.key, block_size, fused=fused)
-        probe_query = gather_tokens(query, probes if order.query is None else order.query[..., probes])
+        rows_of_probes = probes if order.query is None else order.query[..., probes]
+        probe_query = gather_tokens(query, rows_of_probes)
         scores = score_blocks(
             score,
             block_statistics(probe_query, rows),
@@ -199,8 +210,11 @@ def _calibrate_op(
             out = attend(probe_query, ordered_key, gather_tokens(value, order.key), kept)
         walk = "hilbert" if name == "hilbert_window" else name  # the two share their query order
         if walk not in dense_of:
-            every = torch.arange(scores.shape[-1], dtype=torch.int32, device=query.device)
-            dense_of[walk] = attend(probe_query, key, value, every.expand(scores.shape).contiguous())
+            if dense is not None:
+                dense_of[walk] = gather_tokens(dense, rows_of_probes)
+            else:
+                every = torch.arange(scores.shape[-1], dtype=torch.int32, device=query.device)
+                dense_of[walk] = attend(probe_query, key, value, every.expand(scores.shape).contiguous())
         errors.append(_relative_error(out, dense_of[walk]).mean(0))
     return torch.stack(errors, dim=1)
 
