@@ -26,8 +26,9 @@ NAMELESS = """() => [...document.querySelectorAll(
   .filter((e) => e.offsetParent).filter((e) => {
     const by = (e.getAttribute('aria-labelledby') ?? '').split(' ').map((id) => document.getElementById(id)?.innerText);
     const inside = [...e.querySelectorAll('[alt], [aria-label], [title]')].map((i) => i.alt || i.ariaLabel || i.title);
-    const labels = [...(e.labels ?? [])].map((label) => label.innerText);
-    return ![e.ariaLabel, e.alt, e.title, e.innerText, ...by, ...inside, ...labels].some((name) => name?.trim());
+    const labels = [...(e.labels ?? []), ...(e.caption ? [e.caption] : [])].map((label) => label.innerText);
+    const text = e.matches('button, a, [role=tab]') ? [e.innerText, ...inside] : [];
+    return ![e.ariaLabel, e.alt, e.title, ...text, ...by, ...labels].some((name) => name?.trim());
   }).map((e) => e.outerHTML.slice(0, 300))"""
 
 
