@@ -83,13 +83,14 @@ def steps(case: BAAttCase) -> dict[str, float]:
     return differences
 
 
-def skipped_blocks_added(case: BAAttCase, boost: float, query_gain: float) -> dict[str, float]:
+def skipped_blocks_added(case: BAAttCase, boost: float, query_gain: float, apart: float) -> dict[str, float]:
     """The centroid term over lists, the order undone, against PyTorch's over a mask in fp64, and PyTorch's in fp16.
 
     `boost` is added to the log-sum-exp over the kept keys: far below the skipped blocks' logits weights overflow fp16.
+    `apart` is the distance of queries and keys from 0, in opposite directions: it takes logits far below 0.
     """
     query, key, value = make_inputs(case, torch.float16)
-    query = query * query_gain
+    query, key = query * query_gain + apart, key - apart
     length, generator = query.shape[2], torch.Generator().manual_seed(1)
     perm = torch.randperm(length, generator=generator)
     per_head = torch.stack([torch.randperm(length, generator=generator) for _ in range(2 * case.heads)])
@@ -131,9 +132,19 @@ def skipped_blocks_added(case: BAAttCase, boost: float, query_gain: float) -> di
 
 def skipped_blocks_found() -> dict[str, dict[str, float]]:
     return {
-        f"{case}, {boost}, {gain}": skipped_blocks_added(case, boost, gain)
+        f"{case}, {boost}, {gain}, {apart}": skipped_blocks_added(case, boost, gain, apart)
         for case in (CASES[0], CASES[1], CASES[3])
-        for boost, gain in ((0.0, 1.0), (-30.0, 1.0), (-300.0, 1.0), (-float("inf"), 1.0), (300.0, 1.0), (0.0, 16.0))
+        for boost, gain, apart in (
+            (0.0, 1.0, 0.0),
+            (-30.0, 1.0, 0.0),
+            (-300.0, 1.0, 0.0),
+            (-float("inf"), 1.0, 0.0),
+            (300.0, 1.0, 0.0),
+            (0.0, 16.0, 0.0),
+            # No kept key and weights below what fp16 holds, then fp32.
+            (-float("inf"), 1.0, 2.0),
+            (-float("inf"), 1.0, 6.0),
+        )
     }
 
 

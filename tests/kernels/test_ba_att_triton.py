@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.ba_att import ba_attention, calibrate_orders
-from diffsieve.kernels.ba_att.reference import ba_attention_reference
-from tests.kernels.ba_att_cases import CASES, make_inputs, relative_error
+from diffsieve.kernels.ba_att import CustomSelection, ba_attention, calibrate_orders
+from diffsieve.kernels.ba_att.reference import attention_of_head, ba_attention_reference
+from tests.kernels.ba_att_cases import CASES, CENTROID, BAAttCase, make_inputs, relative_error
 from tests.kernels.own_process import run_script
 
 
@@ -34,7 +34,7 @@ def test_steps(interpreted, case):
 
 
 def test_skipped_blocks(interpreted):
-    assert len(interpreted["skipped"]) == 36
+    assert len(interpreted["skipped"]) == 48
     for name, found in interpreted["skipped"].items():
         assert found["error"] <= 2 * found["plain error"] + 2**-12, name
         assert found["log-sum-exp"] < 1e-5, name
@@ -67,6 +67,41 @@ def test_whole_call_on_a_gpu(case, dtype, backend, kernels):
     assert torch.equal(info.block_index, plain_info.block_index)
     exact, _ = ba_attention_reference(*(x.double().cpu() for x in inputs), **options)
     assert relative_error(out.cpu(), exact) <= 2 * relative_error(plain.cpu(), exact)
+
+
+def keep_none_to_two(query, key, *, kept, block_size, scale):
+    """A selection: the first blocks, 0, 1, 2, 0, 1, 2 ... of them for the rows."""
+    rows = *query.shape[:2], -(-query.shape[2] // block_size)
+    count = torch.arange(rows[2], dtype=torch.int32, device=query.device) % 3
+    index = torch.arange(2, dtype=torch.int32, device=query.device)
+    return index.expand(*rows, 2).contiguous(), count.expand(rows).contiguous()
+
+
+# Queries and keys lie so far apart that weights are below what fp16 holds, then fp32.
+@pytest.mark.parametrize("apart", [0.0, 3.0, 8.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", "torch"), *(pytest.param("cuda", b, marks=pytest.mark.gpu) for b in ("torch", "auto"))],
+)
+def test_rows_without_a_kept_block_far_below_zero(device, backend, dtype, apart):
+    case = BAAttCase((3, 5, 7), "raster", extra=CENTROID)
+    query, key, value = make_inputs(case, dtype)
+    inputs = query + apart, key - apart, value
+    custom = CustomSelection(select=keep_none_to_two)
+    out = ba_attention(*(x.to(device) for x in inputs), custom=custom, backend=backend, **case.options()).cpu()
+    kept = [[*range(row % 3)] for row in range(7)]
+    nothing = torch.empty(0, case.dim, dtype=torch.float64)
+    exact = torch.empty(query.shape, dtype=torch.float64)
+    for item in range(2):
+        for head in range(case.heads):
+            tokens = (x[item, head].double() for x in inputs)
+            exact[item, head] = attention_of_head(
+                *tokens, kept, case.block_size, case.dim**-0.5, "centroid", nothing, nothing
+            )
+    # The kernels round the means to 16 bits, against logits of up to `apart`^2 * sqrt(D).
+    rounding = torch.finfo(dtype).eps
+    assert relative_error(out, exact) < 4 * rounding * (1 if backend == "torch" else 1 + apart)
 
 
 @pytest.mark.gpu

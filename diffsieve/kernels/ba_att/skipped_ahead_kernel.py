@@ -3,7 +3,8 @@
 Legend: BM queries of a program (all of one query block), BN skipped blocks per step, D channels padded to a power of
 two. Weights are taken relative to the log-sum-exp over the kept keys, as if this were the largest logit: nothing is
 rescaled on the way. Where the skipped blocks outweigh the kept ones by so much that numbers get too large for that,
-the tile says so, and a second launch does its work again with the running maximum of an online softmax.
+or a row has no kept key and its weights are too small, the tile says so, and a second launch does its work again with
+the running maximum of an online softmax.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ def _add_to_tile(  # type: ignore[no-untyped-def]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale_log2 + b_bias[None, :]
     b_max, b_sum, b_acc = _add_step(b_s, b_v, b_max, b_sum, b_acc, size_log2, PRECISION, ONLINE)
     if not ONLINE:
-        # Written so that NaN is too large.
-        within = tl.sum((b_sum < largest_sum).to(tl.int32), 0)
+        # Written so that NaN is too large. Less than 1 is a row without a kept key, whose weights may be too small.
+        within = tl.sum(((b_sum >= 1.0) & (b_sum < largest_sum)).to(tl.int32), 0)
         tl.store(too_large + batch_head * tiles + tile, (within < BLOCK_M).to(tl.int32))
 
     b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]

@@ -3,7 +3,8 @@
 Legend: BM queries of a program (all of one query block), BN skipped blocks per step, D channels padded to a power of
 two. Weights are taken relative to the log-sum-exp over the kept keys, as if this were the largest logit: nothing is
 rescaled on the way. Where the skipped blocks outweigh the kept ones by so much that numbers get too large for that,
-the program says so, and a second launch does its work again with the running maximum of an online softmax.
+or a row has no kept key and its weights are too small, the program says so, and a second launch does its work again
+with the running maximum of an online softmax.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def add_skipped_kernel(  # type: ignore[no-untyped-def]
         b_sum += tl.sum(b_p, 1)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
     if not ONLINE:
-        # Written so that NaN is too large.
-        within = tl.sum((b_sum < largest_sum).to(tl.int32), 0)
+        # Written so that NaN is too large. Less than 1 is a row without a kept key, whose weights may be too small.
+        within = tl.sum(((b_sum >= 1.0) & (b_sum < largest_sum)).to(tl.int32), 0)
         tl.store(too_large, (within < BLOCK_M).to(tl.int32))
 
     b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
