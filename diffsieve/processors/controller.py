@@ -125,6 +125,16 @@ class SparseController:
         """(token grid, batch, device) of the latest forward."""
         return self._shape
 
+    @property
+    def replaces_dense_calls(self) -> bool:
+        """Whether dense calls of the latest forward go to a kernel of ours in place of the model's own processors."""
+        return any(layer.processor._dense_backend is not None for layer in self.layers)
+
+    def count_dense_forward(self) -> None:
+        """Count a forward that did not run, as its dense result was known."""
+        for layer in self.layers:
+            layer.processor._counters.add_(layer.processor._dense_counts)
+
     def before_forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor | None) -> None:
         """Set what the layers do in the forward that comes (see `watch_forwards`)."""
         if getattr(self.transformer, "_parallel_config", None) is not None:

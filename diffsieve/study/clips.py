@@ -24,6 +24,7 @@ from ..compare.ticker import Ticker
 from ..eval import LoadedLpips
 from ..pipelines.loading import weights_digest
 from ..processors.warmup import dense_steps
+from .first_steps import FirstSteps
 from .hindsight import BestOrders, errors_of_orders, mass_lost_by_orders, watching
 from .prompts import study_prompts
 from .report import CLIPS, CLIPS_SCHEMA, CLIPS_SETTINGS, write_report
@@ -155,8 +156,11 @@ def _run_item(
     pipe, config = bench.pipe, bench.config
     deadline.begin()
     watchers = _watchers(config, todo) if _one_transformer(pipe) else {}
-    with watching(pipe, watchers.values()):
-        dense = generate_clip(pipe, config, prompt=prompt, seed=seed, name="dense", to_cpu=False)
+    first = FirstSteps(pipe.transformer, _shared_steps(bench))
+    with watching(pipe, watchers.values()), first.kept():
+        dense = generate_clip(
+            pipe, config, prompt=prompt, seed=seed, name="dense", on_step=first.after_step, to_cpu=False
+        )
     deadline.end()
     for name, sparsity in todo:
         if deadline.passed:
@@ -168,7 +172,7 @@ def _run_item(
                 clip = generate_clip(pipe, config, prompt=prompt, seed=seed, name=name, to_cpu=False)
             record |= {"kernel": kernel} | _measured(bench, dense, clip)
         else:
-            record |= _variant(bench, name, sparsity, prompt, seed, dense, watchers)
+            record |= _variant(bench, name, sparsity, prompt, seed, dense, watchers, first)
         lines.append(record)
         deadline.end()
         _tell(bench, record)
@@ -182,6 +186,7 @@ def _variant(
     seed: int,
     dense: Clip,
     watchers: Mapping[str, BestOrders],
+    first: FirstSteps,
 ) -> dict[str, Any]:
     from ..processors import sparse_attention, sparsity_summary, use_custom_selection
 
@@ -206,7 +211,10 @@ def _variant(
         if variant.custom is not None:
             make = variant.custom
             use_custom_selection(pipe, lambda layer: make(int(layer.rsplit(".", 1)[1])))
-        clip = generate_clip(pipe, config, prompt=prompt, seed=seed, name=name, to_cpu=False)
+        with first.reused():
+            clip = generate_clip(
+                pipe, config, prompt=prompt, seed=seed, name=name, on_step=first.after_step, to_cpu=False
+            )
         summary = sparsity_summary(pipe).to_dict()
     kept = ("density_overall", "density_sparse_steps", "token_density_sparse_steps", "steps_dense", "steps_total")
     orders = Counter(order for names in summary["orders"].values() for order in names)
@@ -280,6 +288,17 @@ def _watchers(config: StudyConfig, todo: Sequence[Task]) -> dict[str, BestOrders
         if densities:
             watchers[kind] = BestOrders(losses, steps, densities, config.block_size, config.backend)
     return watchers
+
+
+def _shared_steps(bench: _Bench) -> int:
+    """How many steps at the start the dense clip and all variants have in common: the warm-up but its last step.
+
+    In that one the orders are calibrated. None where two transformers share the steps.
+    """
+    config = bench.config
+    assert config.steps is not None
+    assert config.warmup is not None
+    return max(0, dense_steps(config.warmup, config.steps) - 1) if _one_transformer(bench.pipe) else 0
 
 
 def _one_transformer(pipe: Any) -> bool:

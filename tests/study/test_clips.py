@@ -1,8 +1,11 @@
 """The fidelity study on a tiny pipeline: equal density, resuming, shards, the report."""
 
 import json
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from diffsieve.compare.clip import generate_clip
 from diffsieve.compare.lines import read_lines
@@ -10,8 +13,9 @@ from diffsieve.compare.prepare import prepare, resolve_place
 from diffsieve.compare.shards import Deadline, Shard
 from diffsieve.errors import UserInputError
 from diffsieve.eval import psnr
-from diffsieve.processors import BAAttConfig, sparse_attention
+from diffsieve.processors import BAAttConfig, sparse_attention, sparsity_summary
 from diffsieve.study import SUITES, VARIANTS, study_clips
+from diffsieve.study.first_steps import FirstSteps
 from diffsieve.study.prompts import held_out_prompts
 from diffsieve.study.report import write_report
 from diffsieve.study.variants import FLOOR, choose, config_of
@@ -71,16 +75,54 @@ def test_every_variant_runs_at_the_same_density_and_is_measured(pipe, study):
     assert "<td>antidiagonal 8</td>" in page
 
 
-def test_a_variant_is_what_a_user_would_run(pipe, study):
-    config = study(suites=(), variants=("paper",), sparsities=(0.6,))
+@pytest.mark.parametrize("warmup", [0.2, 0.6, 0])
+@pytest.mark.parametrize("name", ["paper", "default"])
+def test_a_variant_is_what_a_user_would_run(name, warmup, pipe, study):
+    config = study(suites=(), variants=(name,), sparsities=(0.6,), warmup=warmup)
     study_clips(config, pipe=pipe)
     line = lines_of(config.out)[1]  # after the noise floor, whose kernel must not stay
     filled = prepare(resolve_place(config, pipe), pipe=pipe, attention=None).config
     dense = generate_clip(pipe, filled, prompt="a cat moves left", seed=0).frames
-    own = BAAttConfig(preset="paper", sparsity=0.6, warmup_steps=0.2, block_size=16, min_tokens=0)
+    own = BAAttConfig(preset=name, sparsity=0.6, warmup_steps=warmup, block_size=16, min_tokens=0, dense_layers=())
     with sparse_attention(pipe, own):
         sparse = generate_clip(pipe, filled, prompt="a cat moves left", seed=0).frames
+        summary = sparsity_summary(pipe)
     assert line["metrics"]["psnr"] == psnr(dense, sparse).mean
+    assert line["density_overall"] == summary.density_overall
+    assert (line["steps_dense"], line["steps_total"]) == (summary.steps_dense, 5)
+    assert "forward" not in pipe.transformer.__dict__
+
+
+def test_steps_that_all_variants_begin_with_are_computed_once(pipe, study, monkeypatch):
+    steps, before = [], pipe.transformer.blocks[1].forward
+
+    def forward(*args, **kwargs):
+        steps.append(pipe.scheduler.step_index or 0)
+        return before(*args, **kwargs)
+
+    monkeypatch.setattr(pipe.transformer.blocks[1], "forward", forward)
+    study_clips(study(suites=(), variants=("paper", "default"), sparsities=(0.6,), warmup=0.6, floor=False), pipe=pipe)
+    branches, clips = 2, 3
+    assert Counter(steps) == dict.fromkeys((0, 1), branches) | dict.fromkeys((2, 3, 4), branches * clips)
+
+
+def test_first_steps_are_computed_where_the_inputs_or_the_kernel_are_others(pipe):
+    seen, inputs = [], {"hidden_states": torch.ones(1, 2), "timestep": torch.tensor([3])}
+    transformer = SimpleNamespace(forward=lambda **x: seen.append(x) or (x["hidden_states"] + 1,))
+    transformer._diffsieve_controller = SimpleNamespace(replaces_dense_calls=False, count_dense_forward=lambda: None)
+    first = FirstSteps(transformer, 1)
+    with first.kept():
+        (out,) = transformer.forward(**inputs)
+        out.zero_()  # what a pipeline does with it stays its own
+        first.after_step(1)
+        transformer.forward(**inputs)
+    for changed, kernel, forwards in ((inputs, False, 0), ({**inputs, "timestep": torch.tensor([4])}, False, 1),
+                                      (inputs, True, 1)):  # fmt: skip
+        transformer._diffsieve_controller.replaces_dense_calls = kernel
+        seen.clear()
+        with first.reused():
+            assert torch.equal(transformer.forward(**changed)[0], torch.full((1, 2), 2.0))
+        assert len(seen) == forwards
 
 
 def test_a_stopped_study_goes_on_and_ends_up_the_same(pipe, study, tmp_path):
