@@ -39,7 +39,9 @@ def python_lines(report: Mapping[str, Any]) -> str:
     lines = [f"    model={name!r},{where}", f"    prompt={tuple(report['prompt'])!r},"]
     fields = [name for name in _FIELDS if not (name == "frames" and report.get("pictures"))]
     lines += [f"    {name}={settings[name]!r}," for name in fields if settings.get(name) is not None]
-    lines += [f"    seed={tuple(report['seed'])!r},", '    out=Path("outputs/compare"),']
+    # A folder of its own, so that the lines of one run can follow those of another.
+    made = report["created"][:19].replace(":", "")
+    lines += [f"    seed={tuple(report['seed'])!r},", f'    out=Path("outputs/compare-{made}"),']
     return "\n".join(
         [
             "from pathlib import Path",

@@ -152,6 +152,8 @@ def test_the_python_lines_build_the_same_configuration(run):
     ):
         assert made[name] == settings[name], name
     assert made["negative_prompt"] == "<b>"
+    assert made["out"] == Path(f"outputs/compare-{run.report['created'][:19].replace(':', '')}")
+    assert python_lines({**run.report, "created": "2026-01-01T00:00:00+00:00"}) != lines, "each run has its own folder"
 
 
 def test_a_stream_tells_the_newest_progress_and_ends_with_the_result():
