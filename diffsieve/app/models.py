@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserInputError
+from ..errors import UserInputError, is_out_of_memory
 from ..pipelines.defaults import EMBEDDED, GenerationDefaults, generation_defaults, makes_pictures
 from ..pipelines.loading import load_pipeline, model_source, weights_digest
 from ..processors import LLSAConfig, trained_llsa
+
+logger = logging.getLogger(__name__)
 
 
 def offered_models(extra: Sequence[str] = ()) -> dict[str, str]:
@@ -143,15 +146,25 @@ class Shelf:
         """Return a model, loading it the first time.
 
         Raises:
-            UserInputError: a name that is not offered, or weights that cannot be read.
+            UserInputError: a name that is not offered, weights that cannot be read, or that the memory does not hold.
         """
         if name not in self._models:
             raise UserInputError(f"model must be one of {', '.join(self._models)}, got {name!r}")
         with self._guard:
             if name not in self._loaded:
-                pipe = self._load(self._models[name], device=self._device, dtype=self._dtype)
+                pipe = self._load_or_say_what_is_there(name)
                 self._loaded[name] = LoadedModel(name, pipe, generation_defaults(pipe), weights_digest(pipe))
             return self._loaded[name]
+
+    def _load_or_say_what_is_there(self, name: str) -> Any:
+        try:
+            return self._load(self._models[name], device=self._device, dtype=self._dtype)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.error("%s was not loaded", name, exc_info=error)
+            there = f" beside {', '.join(self._loaded)}, which the server keeps" if self._loaded else ""
+            raise UserInputError(f"model must fit into the memory of the server, got {name}{there}") from None
 
 
 def _model_index(folder: Path) -> dict[str, Any] | None:

@@ -286,6 +286,24 @@ def test_wrong_values_are_refused_before_the_model_is_loaded(tmp_path, folder):
     handlers.store.close()
 
 
+def test_a_model_that_does_not_fit_is_told_with_those_that_are_kept(tmp_path, caplog):
+    def load(model, **options):
+        if model == "large":
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB")
+        return Tiny()(model)
+
+    handlers = make_handlers(tmp_path / "store")
+    handlers.shelf = Shelf({"tiny": "tiny", "large": "large"}, load=load)
+    with pytest.raises(UserInputError, match=r"^model must fit into the memory of the server, got large$"):
+        handlers.load("large", owner="me")
+    run(handlers)
+    with pytest.raises(UserInputError, match=r"got large beside tiny, which the server keeps$"):
+        run(handlers, model="large")
+    assert "Tried to allocate 20 GiB" in caplog.text
+    assert run(handlers, seed=1).report["seed"] == [1]
+    handlers.store.close()
+
+
 def test_only_an_offered_model_is_loaded(handlers):
     with pytest.raises(UserInputError, match="model must be one of tiny"):
         handlers.load("/etc", owner="me")
