@@ -9,7 +9,7 @@ import pytest
 
 from diffsieve.cli import main
 from tests import tiny_pixels
-from tests.app.acting import eventually, press_compare, shoot, tab
+from tests.app.acting import eventually, press_compare, same, shoot, tab
 from tests.app.browser import opened
 from tests.app.conftest import small
 from tests.app.test_families import PICTURE, handlers_of
@@ -72,10 +72,6 @@ def test_a_folder_with_a_pixel_dit_goes_through_the_page(browser, tmp_path):
         eventually(
             lambda: same("model='my-pixels',  # the folder of" in page.locator(".cm-content").inner_text(), True)
         )
-
-
-def same(value, expected):
-    assert value == expected
 
 
 CLIP = {"frames": 9, "width": 32, "height": 32, "sparsity": 0.5, "warmup": 0.25, "block-size": 8, "min-tokens": 0}
