@@ -91,6 +91,20 @@ def test_a_first_call_that_compiles_does_not_set_the_repeats(on_cpu):
     assert sample["repeats"] > 3
 
 
+@pytest.mark.parametrize(("pauses", "calls"), [([], 3), ([0.2], 4)], ids=["", "the first one compiles"])
+def test_calls_longer_than_the_budget_are_made_three_times_on_a_gpu(pauses, calls, on_gpu):
+    made = []
+
+    def call():
+        made.append(pauses.pop(0) if pauses else 0.03)
+        time.sleep(made[-1])
+
+    sample, _ = on_gpu.eager(call)
+    assert len(made) == calls
+    assert sample["repeats"] == 3
+    assert 30 <= sample["ms"] <= sample["ms_p90"] < 200
+
+
 def test_repeats_fit_the_budget(on_cpu):
     slow, _ = on_cpu.eager(lambda: time.sleep(0.02))
     fast, _ = on_cpu.eager(lambda: None)
