@@ -1,12 +1,16 @@
 """What the page says before there is anything and when something fails, and that all on it has a name."""
 
+import threading
+import time
+
 import pytest
 
 from diffsieve.app.models import Shelf
 from diffsieve.app.server import ServerConfig, serve
 from diffsieve.errors import UserInputError
-from tests.app.acting import TABS, eventually, press_compare, settle, shoot, tab
+from tests.app.acting import TABS, eventually, press_compare, same, settle, shoot, tab
 from tests.app.browser import opened
+from tests.app.conftest import small
 from tests.app.serving import tiny_examples, tiny_server
 from tests.app.test_browser_pictures import CLIPS, pick
 from tests.app.test_pictures import load
@@ -81,6 +85,35 @@ def test_an_empty_page_says_what_will_be_there(browser, tmp_path):
         assert not page.get_by_text("No finished run yet").is_visible()
         tab(page, "Attention")  # the sequence is shorter than the shortest sparse one
         page.locator(".ds-empty", has_text="every step of this run was dense").wait_for()
+
+
+def test_a_run_that_is_chosen_while_the_list_is_made_anew_stays_chosen(browser, tmp_path):
+    with tiny_server(tmp_path) as running:
+        handlers = running.handlers
+        for seed in range(3):
+            handlers.compare(small(seed=seed), owner="me", tell=lambda share, text: None)
+        listed, fast = threading.Event(), handlers.runs
+
+        def slow():
+            time.sleep(2)
+            listed.set()
+            return fast()
+
+        with opened(browser, running.url) as watched:
+            page = watched.page
+            tab(page, "Gallery")
+            page.locator("#ds-gallery button.thumbnail-item").first.wait_for()
+            left = page.get_by_label("Left", exact=True)
+            eventually(lambda: same("seed 2" in left.input_value(), True))
+            handlers.runs = slow
+            page.locator("#ds-gallery button.thumbnail-item").last.click()
+            page.locator(".ds-status.ds-good", has_text="Shown:").wait_for()
+            tab(page, "Gallery")
+            pick(page, "Left", "BA-Att 50 % · a cat moves left · seed 1")
+            assert not listed.is_set(), "the list was there before the choice"
+            assert listed.wait(20)
+            page.wait_for_timeout(1500)  # for the answer to arrive
+            assert "seed 1" in left.input_value()
 
 
 def test_a_model_that_is_refused_is_told_until_another_one_is_chosen(browser, tmp_path):

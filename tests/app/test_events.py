@@ -167,7 +167,18 @@ def test_an_empty_gallery_says_so(events, tmp_path):
     empty = make_handlers(tmp_path / "empty")
     events.handlers = empty
     none, pictures, ids, left, right = events.on_list_runs(None, None)
-    assert (none["visible"], pictures["visible"], ids, left["value"], right["value"]) == (True, False, [], None, None)
+    assert (none["visible"], pictures["visible"], ids, left["choices"], right["choices"]) == (True, False, [], [], [])
     with pytest.raises(gr.Error, match="choose two finished runs, one on the left and one on the right"):
         events.on_pair(None, None)
     empty.store.close()
+
+
+def test_the_list_sets_only_sides_that_have_no_run(events):
+    def sides(left, right):
+        return [side.get("value", "stays") for side in events.on_list_runs(left, right)[3:]]
+
+    newest, oldest = (run.id for run in events.handlers.runs())
+    assert sides(None, None) == [newest, oldest]
+    assert sides(oldest, newest) == ["stays", "stays"]
+    assert sides("gone", newest) == [newest, oldest], "not the same run on both sides"
+    assert sides(oldest, oldest) == ["stays", newest]

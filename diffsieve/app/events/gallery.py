@@ -72,10 +72,13 @@ class GalleryEvents:
         pictures = [(str(p), title) for p, title in zip(posters, titles, strict=True) if p is not None]
         shown = [run_id for run_id, p in zip(ids, posters, strict=True) if p is not None]
         choices = list(zip(titles, ids, strict=True))
-        left = left if left in ids else next(iter(ids), None)
-        if right not in ids or right == left:
-            right = next((run_id for run_id in ids if run_id != left), None)
-        chosen = (gr.update(choices=choices, value=value) for value in (left, right))
+        first = left if left in ids else next(iter(ids), None)
+        second = right if right in ids and right != first else next((run_id for run_id in ids if run_id != first), None)
+        # A value that stays is not sent: another one may have been chosen while the list was made.
+        chosen = (
+            gr.update(choices=choices) if value == before else gr.update(choices=choices, value=value)
+            for value, before in ((first, left), (second, right))
+        )
         return gr.update(visible=not pictures), gr.update(value=pictures, visible=bool(pictures)), shown, *chosen
 
     def on_keep(self, run_id: Any) -> tuple[Any, Any]:
