@@ -40,12 +40,22 @@ def press_compare(page):
 
 
 def tab(page, name):
+    """Open a tab; which ones are behind the dots changes while the page is laid out, and on a narrow screen."""
+    from playwright.sync_api import TimeoutError as TooLateError
+
     visible = page.get_by_role("tab", name=name, exact=True)
-    if visible.count() and visible.first.is_visible():
-        visible.first.click()
-    else:  # on a narrow screen the rest is behind the dots
-        page.locator(".overflow-menu button").first.click()
-        page.get_by_role("button", name=name, exact=True).last.click()
+
+    def click():
+        try:
+            if visible.count() and visible.first.is_visible():
+                visible.first.click(timeout=3000)
+            else:
+                page.locator(".overflow-menu button").first.click(timeout=3000)
+                page.get_by_role("button", name=name, exact=True).last.click(timeout=3000)
+        except TooLateError as error:
+            raise AssertionError(f"{name} is not there") from error
+
+    eventually(click)
 
 
 def same(value, expected):
