@@ -1,6 +1,8 @@
 """The whole BA-Att call against its definition in fp64 and against dense attention."""
 
+import weakref
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from diffsieve import BackendUnavailableError, UserInputError
 from diffsieve.kernels.ba_att import CANDIDATE_ORDERS, ba_attention, block_mask
+from diffsieve.kernels.ba_att import attention as room
+from diffsieve.kernels.ba_att.centroids import add_centroids
 from diffsieve.kernels.ba_att.reference import ba_attention_reference
 
 PAPER = {"descending": False, "beta": 1.0, "center_keys": False, "log_count": False}
@@ -221,6 +225,25 @@ def test_nan_stays_visible_and_local(score, generator):
     assert (info.block_index.diff(dim=-1) > 0).all()
     if score == "moments":
         torch.testing.assert_close(out[1], clean[1], rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_ordered_keys_and_values_are_gone_before_the_compensation(generator, monkeypatch):
+    gathered, gone = [], []
+
+    def attend(query, key, value, *rest, **options):
+        gathered.extend(map(weakref.ref, (key, value)))
+        return room._attend(query, key, value, *rest, **options)
+
+    def compensate(*inputs, **options):
+        gone.append([tensor() is None for tensor in gathered])
+        return add_centroids(*inputs, **options)
+
+    monkeypatch.setattr(room, "partial", lambda function, **options: partial(attend, **options))
+    monkeypatch.setattr(room, "add_centroids", compensate)
+    qkv = (torch.randn(1, 2, 450, 8, generator=generator) for _ in range(3))
+    ba_attention(*qkv, grid_thw=(5, 9, 10), orders="hilbert", density=0.5, block_size=32, compensate="centroid")
+    assert gone == [[True, True]]
 
 
 def test_timer_sees_both_stages(generator):

@@ -193,6 +193,7 @@ def ba_attention(
             out, _ = attend(q, k, v, block_index, block_count, return_lse=False)
         else:
             out, lse = attend(q, k, v, block_index, block_count)
+            del k, v  # copies in their order: the compensation asks for memory, and needs their means alone
             num_key = key_stats.size.shape[0]
             if compensate == "centroid" and fused:
                 blocks = skipped_blocks(block_index, block_count, num_key) if skipped is None else (skipped, None)
