@@ -79,7 +79,9 @@ def test_a_layer_attends_in_its_order(order, monkeypatch):
     torch.testing.assert_close(seen["out"], family.output(attn, attended))
 
 
-@pytest.mark.parametrize("build", [tiny.wan_pipeline, tiny.wan_image_pipeline, tiny.wan_video_pipeline])
+@pytest.mark.parametrize(
+    "build", [tiny.wan_pipeline, tiny.wan_image_pipeline, tiny.wan_video_pipeline, tiny.wan_vace_pipeline]
+)
 def test_pipelines_run_and_removal_restores_every_bit(build):
     pipe = build()
     dense = tiny.generate(pipe, steps=2)
