@@ -36,8 +36,8 @@ def recorded_selections(pipeline_or_transformer: Any) -> list[RecordedSelection]
     """Return the selections of the layers in `LLSAConfig.record_masks`, in layer order.
 
     Raises:
-        UserInputError: none is recorded: the setting is empty, nothing has run, or the sequence is shorter than a
-            block.
+        UserInputError: none is recorded: the setting is empty or names dense layers alone, nothing has run, the
+            sequence is shorter than a block, or the code is compiled.
     """
     found = []
     for controller in llsa_controllers_of(pipeline_or_transformer):
@@ -57,7 +57,7 @@ def recorded_selections(pipeline_or_transformer: Any) -> list[RecordedSelection]
             )
     if not found:
         raise UserInputError(
-            "no selection is recorded: set record_masks=(layer, ...) in LLSAConfig and run a sequence of at least one "
-            "block"
+            "no selection is recorded: set record_masks=(layer, ...) in LLSAConfig to layers that are not dense, and run "
+            "a sequence of at least one block without torch.compile"
         )
     return found

@@ -42,10 +42,11 @@ def test_the_order_is_the_one_in_which_the_blocks_are_counted():
 
 def test_nothing_recorded_is_an_error():
     pipe = tiny.wan_pipeline()
-    for config in (LLSAConfig(**OPTIONS), LLSAConfig(block_size=64, record_masks=(0,))):
+    dense = LLSAConfig(**OPTIONS, dense_layers=(0,), record_masks=(0,))
+    for config in (LLSAConfig(**OPTIONS), LLSAConfig(block_size=64, record_masks=(0,)), dense):
         apply_sparse_attention(pipe, config)
         tiny.generate(pipe)
-        with pytest.raises(UserInputError, match="no selection is recorded"):
+        with pytest.raises(UserInputError, match="no selection is recorded.* layers that are not dense"):
             recorded_selections(pipe)
     with pytest.raises(UserInputError, match="record_masks must name layers of the model"):
         apply_sparse_attention(pipe, LLSAConfig(record_masks=(9,)))
