@@ -57,7 +57,7 @@ def recorded_selections(pipeline_or_transformer: Any) -> list[RecordedSelection]
             )
     if not found:
         raise UserInputError(
-            "no selection is recorded: set record_masks=(layer, ...) in LLSAConfig to layers that are not dense, and run "
-            "a sequence of at least one block without torch.compile"
+            "no selection is recorded: set record_masks=(layer, ...) in LLSAConfig to layers that are not dense, and "
+            "run a sequence of at least one block without torch.compile"
         )
     return found

@@ -46,7 +46,7 @@ def test_nothing_recorded_is_an_error():
     for config in (LLSAConfig(**OPTIONS), LLSAConfig(block_size=64, record_masks=(0,)), dense):
         apply_sparse_attention(pipe, config)
         tiny.generate(pipe)
-        with pytest.raises(UserInputError, match="no selection is recorded.* layers that are not dense"):
+        with pytest.raises(UserInputError, match=r"no selection is recorded.* layers that are not dense"):
             recorded_selections(pipe)
     with pytest.raises(UserInputError, match="record_masks must name layers of the model"):
         apply_sparse_attention(pipe, LLSAConfig(record_masks=(9,)))
