@@ -55,7 +55,7 @@ def best_ms(row: Mapping[str, Any]) -> float:
 
 
 def _plots(results: Mapping[str, Any]) -> dict[str, Image.Image]:
-    rows = [row for row in results["rows"] if row["ok"]]
+    rows = sorted((row for row in results["rows"] if row["ok"]), key=lambda row: row["tokens"])
     draw: Callable[[Rows, str], dict[str, Image.Image]] = _DRAWERS[results["operation"]]
     dtype = results["settings"]["dtype"]
     return draw(rows, f"{results['device']}, {dtype}, torch {results['versions']['torch']}") if rows else {}

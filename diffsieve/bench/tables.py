@@ -54,7 +54,7 @@ def speed_table(results: Results, method: str, *, over: str | None = None) -> st
     shown = sorted({row["sparsity"] for row in ours if row["sparsity"]})
     header = ["", *dense, *(f"{percent(share)} skipped" for share in shown)]
     lines = [_line(header), "|" + "---|" * len(header)]
-    for problem in dict.fromkeys(row["problem"] for row in ours):
+    for problem in dict.fromkeys(row["problem"] for row in sorted(ours, key=lambda row: row["tokens"])):
         times = {row["method"]: best_ms(row) for row in rows if row["problem"] == problem and row["sparsity"] is None}
         sparse = {row["sparsity"]: row for row in ours if row["problem"] == problem}
         cells = [

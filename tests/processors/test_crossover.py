@@ -29,7 +29,7 @@ def test_of_each_device():
 @pytest.mark.parametrize(
     ("path", "device", "method"),
     [
-        ("h200/before/ba-att.json", ("cuda", (9, 0), "NVIDIA H200"), "default"),
+        ("h200/bench/ba-att.json", ("cuda", (9, 0), "NVIDIA H200"), "default"),
         ("cpu/bench/block-sparse.json", ("cpu",), "torch"),
     ],
 )
@@ -43,6 +43,10 @@ def test_what_is_called_measured_was(path, device, method):
     won = {row["tokens"]: next(iter(row["speedup"].values())) > 1 for row in rows if row["tokens"] >= shortest.tokens}
     assert won[shortest.tokens]
     assert all(won.values())
+    dense = {row["tokens"]: row["ms"] for row in report["rows"] if row.get("method", "").startswith("dense, cuDNN")}
+    assert all(row["ms"] < dense[row["tokens"]] for row in rows if row["tokens"] in dense and row["tokens"] in won), (
+        "eager calls hold the host's time"
+    )
 
 
 def test_the_summary_says_where_it_is_an_estimate(monkeypatch):
