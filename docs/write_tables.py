@@ -90,8 +90,8 @@ def call_table() -> str:
             "All are of CUDA graphs, without the host's time; factors are over FlashAttention-3, the fastest of "
             "the dense ones.",
             "",
-            "One forward at 81 frames of 480p or 720p, random weights, compiled, the first layer dense; blank cells were"
-            f" not measured ({tables_of_bench.source(_result('h200/bench/wan.json'))}):",
+            "One forward at 81 frames of 480p or 720p, random weights, compiled, first layer dense; blank cells were "
+            f"not measured ({tables_of_bench.source(_result('h200/bench/wan.json'))}):",
             "",
             wan_table(),
         ]
