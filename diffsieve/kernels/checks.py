@@ -27,7 +27,9 @@ def check_options(scale: Any, backend: Any, backends: tuple[str, ...]) -> None:
     """Raise a `UserInputError` unless `scale` is None or a finite number > 0, and `backend` one of `backends`."""
     if backend not in backends:
         refuse("backend", f"one of {', '.join(backends)}", repr(backend))
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
+    if scale is not None and not (
+        isinstance(scale, (int, float)) and scale is not True and math.isfinite(scale) and scale > 0
+    ):
         refuse("scale", "a finite number > 0 or None", scale)
 
 
@@ -44,6 +46,8 @@ def check_like_query(query: Tensor, key: Tensor, value: Tensor, *, self_attentio
     key_batch, key_heads, key_length, key_dim = shape
     if not dtype.is_floating_point:
         refuse("query", "floating point", dtype)
+    if dtype.itemsize == 1:
+        refuse("query", "floating point of 16 bits or more", dtype)
     if key_batch != batch:
         refuse("key", f"of batch size {batch} like query", key_batch)
     if self_attention and key_length != length:

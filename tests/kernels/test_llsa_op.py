@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -86,6 +87,10 @@ REFUSALS = {
     "levels by name": ({"levels": "many"}, "levels must be an int, \"auto\" or \"paper\", got 'many'"),
     "levels that do not fit": ({"levels": 3, "block_size": 16}, "levels must be at most 2 for 97 tokens in blocks"),
     "disjoint alone": ({"disjoint": True, "enrich": False}, "disjoint must be False without enrich"),
+    "float8": (
+        {x: ones(1, 2, 97, 32).to(torch.float8_e4m3fn) for x in ("query", "key", "value")},
+        "query must be floating point of 16 bits or more, got torch.float8_e4m3fn",
+    ),
     "scale": ({"scale": 0.0}, "scale must be a finite number > 0 or None, got 0.0"),
     "backend": ({"backend": "cuda"}, "backend must be one of auto, reference, torch, triton, got 'cuda'"),
     "causal": ({"is_causal": True}, "is_causal must be False, got True: a pooled token mixes past and future tokens"),
@@ -101,6 +106,8 @@ def test_refusals_name_the_argument(name):
 
 
 INDEX_REFUSALS = {
+    "nothing": (lambda i: [], {}, "indices must be a list of tensors, one per level, got none"),
+    "one tensor": (lambda i: i[0], {}, "indices must be a list of tensors, one per level, got Tensor"),
     "number": (lambda i: [i[0]], {"levels": 2}, "indices must be 2 tensors, one per level, got 1"),
     "too many": (lambda i: [*i] * 4, {}, "indices must be 1 to 4 tensors, got 8"),
     "dtype": (lambda i: [i[0].long(), i[1]], {}, "indices[0] must be int32, got int64"),
@@ -181,10 +188,48 @@ def test_compiles_in_one_graph(options):
         assert torch.equal(eager, graph)
 
 
-def test_compiled_code_refuses_causal():
-    tensors = inputs()
-    with pytest.raises(Exception, match="is_causal must be False"):
-        torch.compile(lambda *x: llsa_attention(*x, is_causal=True), fullgraph=True, backend="eager")(*tensors)
+@pytest.mark.parametrize("name", [name for name in REFUSALS if name != "no tensor"])
+def test_compiled_code_refuses_the_same(name):
+    changes, message = REFUSALS[name]
+    arguments = dict(zip(("query", "key", "value"), inputs(), strict=True)) | OPTIONS | changes
+    tensors = [arguments.pop(name) for name in ("query", "key", "value")]
+    torch._dynamo.reset()  # sizes that differ from one compilation to the next would have no numbers
+    with pytest.raises(Exception, match="raised exception UserInputError") as raised:
+        torch.compile(partial(llsa_attention, **arguments), fullgraph=True, backend="eager")(*tensors)
+    assert message in str(raised.value).replace("\\", "")
+
+
+@pytest.mark.parametrize("name", [name for name in INDEX_REFUSALS if name not in ("range", "empty row", "order")])
+def test_compiled_code_refuses_wrong_lists(name):
+    change, options, message = INDEX_REFUSALS[name]
+    query, key, value = inputs()
+    chosen = change(hierarchical_topk(query, key, **OPTIONS))
+    call = partial(llsa_attention, block_size=4, **options)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=re.escape(message)):
+        torch.compile(lambda *x: call(*x, indices=chosen), fullgraph=True, backend="eager")(query, key, value)
+
+
+def test_attention_with_lists_does_not_choose_by_itself():
+    with pytest.raises(UserInputError, match="indices must be a list of tensors, one per level, got NoneType"):
+        enriched_attention(*inputs(), None)
+
+
+def test_a_choice_under_autocast_is_that_of_the_attention():
+    query, key, value = inputs(heads=4, kv_heads=4, length=2_048)
+    with torch.autocast("cpu", torch.bfloat16):
+        chosen = hierarchical_topk(query, key, **OPTIONS)
+        out = llsa_attention(query, key, value, **OPTIONS)
+        assert torch.equal(enriched_attention(query, key, value, chosen, block_size=4), out)
+    in_fp32 = hierarchical_topk(query, key, **OPTIONS)
+    assert not all(map(torch.equal, chosen, in_fp32))
+
+
+def test_meta_tensors_have_the_shapes_of_results():
+    query, key, value = (x.detach().to("meta") for x in inputs(torch.bfloat16))
+    out, lse = llsa_attention(query, key, value, **OPTIONS, return_lse=True)
+    assert (out.is_meta, out.shape, out.dtype) == (True, query.shape, torch.bfloat16)
+    assert (lse.shape, lse.dtype) == (query.shape[:3], torch.float32)
 
 
 def test_activation_checkpointing_changes_no_bit():

@@ -52,6 +52,16 @@ def test_levels_that_do_not_fit(levels, message):
         resolve_levels(levels, 16, 16)
 
 
+@pytest.mark.parametrize("levels", ["auto", "paper", 1])
+@pytest.mark.parametrize("block", [1, 0, -4])
+def test_blocks_that_pool_nothing_have_no_levels(levels, block):
+    """`"paper"` would count levels for ever."""
+    with pytest.raises(UserInputError, match=f"block_size must be at least 2, got {block}"):
+        resolve_levels(levels, 100, block)
+    with pytest.raises(UserInputError, match="length must be at least 1, got 0"):
+        resolve_levels(levels, 0, 16)
+
+
 def test_keys_per_level_are_clamped_to_the_candidates():
     lengths = level_lengths(203, 4, 3)
     assert lengths == [203, 51, 13, 4]
@@ -76,6 +86,22 @@ def test_pyramid_of_low_precision_is_summed_in_fp32():
     pooled = pyramid(x, block_size=64, levels=1)[1]
     assert pooled.dtype == torch.float32
     torch.testing.assert_close(pooled[0, 0, 0], x[0, 0, :64].double().mean(0).float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.ones(2, 97, 5)}, r"x must be 4-dimensional, got \(2, 97, 5\)"),
+        ({"x": torch.ones(1, 2, 0, 5)}, r"x must be not empty, got \(1, 2, 0, 5\)"),
+        ({"x": torch.ones(1, 2, 97, 5).int()}, "x must be floating point, got torch.int32"),
+        ({"block_size": 0}, "block_size must be an int >= 2, got 0"),
+        ({"levels": 0}, r"levels must be an int in \[1, 4\], got 0"),
+        ({"levels": "auto"}, r"levels must be an int in \[1, 4\], got 'auto'"),
+    ],
+)
+def test_pyramid_refuses(changes, message):
+    with pytest.raises(UserInputError, match=message):
+        pyramid(**{"x": torch.ones(1, 2, 97, 5), "block_size": 4, "levels": 2} | changes)
 
 
 def test_folding_is_the_gradient_of_the_pyramid():
@@ -163,6 +189,21 @@ def test_transpose_equals_that_of_a_matrix(num_keys):
     assert all(torch.equal(a, b) for a, b in zip(transpose_index(shuffled, num_keys), (offsets, queries), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("index", "num_keys", "message"),
+    [
+        (torch.zeros(1, 3, 2).int(), 5, r"index must be 4-dimensional, got \(1, 3, 2\)"),
+        (torch.zeros(1, 1, 3, 2).long(), 5, "index must be int32, got int64"),
+        (torch.full((1, 1, 3, 2), 5).int(), 5, "index must be less than num_keys, 5, got 5"),
+        (torch.zeros(1, 1, 3, 2).int(), 0, r"num_keys must be an int in \[1, 2147483646\], got 0"),
+        (torch.zeros(1, 1, 3, 2).int(), 2.5, r"num_keys must be an int in \[1, 2147483646\], got 2.5"),
+    ],
+)
+def test_transpose_refuses(index, num_keys, message):
+    with pytest.raises(UserInputError, match=message):
+        transpose_index(index, num_keys)
+
+
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_selection_map_tells_the_finest_level(levels):
     case = replace(BASE, length=203, block_size=4, levels=levels)
@@ -194,11 +235,18 @@ def test_selection_map_in_raster_order():
     [
         ({"positions": [63]}, r"positions must be in \[0, 62\], got \[63\]"),
         ({"positions": [-1]}, r"positions must be in \[0, 62\], got \[-1\]"),
+        ({"positions": [1.5]}, r"positions must be integers in a list, got \[1.5\]"),
+        ({"positions": 3}, "positions must be integers in a list, got 3"),
         ({"positions": [0], "order": torch.arange(5)}, r"order must be of shape \(63,\), got \(5,\)"),
+        ({"positions": [0], "order": torch.zeros(63).long()}, "order must hold each of 0 to 62 once"),
+        ({"positions": [0], "order": [0]}, "order must be an int64 tensor, got list"),
+        ({"positions": [0], "length": 100}, r"indices\[0\] must be of shape \(1, 1, 25, K\), got \(1, 1, 16, 8\)"),
+        ({"positions": [0], "block_size": 8}, r"indices\[0\] must be of shape \(1, 1, 8, K\), got \(1, 1, 16, 8\)"),
+        ({"positions": [0], "indices": []}, "indices must be a list of tensors, one per level, got none"),
     ],
 )
 def test_selection_map_refuses(options, message):
     query = torch.ones(1, 1, 63, 4)
-    indices = hierarchical_topk(query, query, block_size=4)
+    arguments = {"indices": hierarchical_topk(query, query, block_size=4), "length": 63, "block_size": 4} | options
     with pytest.raises(UserInputError, match=message):
-        llsa_selection_map(indices, length=63, block_size=4, **options)
+        llsa_selection_map(**arguments)

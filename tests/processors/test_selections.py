@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffsieve import LLSAConfig, UserInputError, apply_sparse_attention
+from diffsieve import LLSAConfig, LLSAProcessor, UserInputError, apply_sparse_attention
 from diffsieve.kernels.llsa import hierarchical_topk
 from diffsieve.kernels.orders import hilbert_order
 from diffsieve.processors import recorded_selections
@@ -52,3 +52,12 @@ def test_nothing_recorded_is_an_error():
         apply_sparse_attention(pipe, LLSAConfig(record_masks=(9,)))
     with pytest.raises(UserInputError, match="record_masks must be a tuple of layer numbers"):
         LLSAConfig(record_masks=(True,))
+
+
+def test_recording_changes_no_bit_under_autocast():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 4, 2_048, 16, generator=generator) for _ in range(3))
+    plain, recording = LLSAProcessor(**OPTIONS), LLSAProcessor(**OPTIONS)
+    recording._record = True
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(recording.attend(query, key, value), plain.attend(query, key, value))

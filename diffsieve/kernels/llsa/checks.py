@@ -18,8 +18,7 @@ BACKENDS = ("auto", "reference", "torch", "triton")
 
 def check_tensors(query: Any, key: Any, value: Any, block_size: Any, scale: Any, backend: Any) -> None:
     check_4d(("query", query), ("key", key), ("value", value))
-    if not (type(block_size) is int and block_size >= 2):
-        refuse("block_size", "an int >= 2", block_size)
+    check_block_size(block_size)
     check_options(scale, backend, BACKENDS)
     check_like_query(query, key, value, self_attention=True)
 
@@ -47,8 +46,35 @@ def check_topk(topk: int | Sequence[int], levels: int) -> None:
         refuse("topk", f"an int or {levels} ints, one per level", topk)
 
 
+def check_lists(indices: Any) -> None:
+    if not (isinstance(indices, list | tuple) and len(indices) > 0):
+        got = "none" if isinstance(indices, list | tuple) else type(indices).__name__
+        refuse("indices", "a list of tensors, one per level", got)
+
+
+def check_block_size(block_size: Any) -> None:
+    if not (type(block_size) is int and block_size >= 2):
+        refuse("block_size", "an int >= 2", block_size)
+
+
 def check_indices(indices: list[Any], query: Tensor, block_size: int, levels: int) -> None:
+    """Lists for a query; their values only in eager calls on a CPU: elsewhere that would stall the stream."""
     batch, heads, length, _ = query.shape
+    values = query.device.type == "cpu" and not torch.compiler.is_compiling()
+    check_indices_of((batch, heads, length), indices, block_size, levels, query.device, values=values)
+
+
+def check_indices_of(
+    shape: tuple[int, int, int],
+    indices: list[Any],
+    block_size: int,
+    levels: int,
+    device: torch.device,
+    *,
+    values: bool,
+) -> None:
+    """Lists of `levels` levels for `(batch, heads, tokens)`; `values`: whether to read their entries."""
+    batch, heads, length = shape
     most = most_levels(length, block_size)
     if not 1 <= len(indices) <= most:
         refuse("indices", f"1 to {most} tensors", f"{len(indices)}")
@@ -56,16 +82,16 @@ def check_indices(indices: list[Any], query: Tensor, block_size: int, levels: in
         refuse("indices", f"{levels} tensors, one per level", f"{len(indices)}")
     lengths = level_lengths(length, block_size, levels)
     for level, index in enumerate(indices, start=1):
-        name, shape = f"indices[{level - 1}]", (batch, heads, lengths[level])
+        name, lists = f"indices[{level - 1}]", (batch, heads, lengths[level])
         if not isinstance(index, Tensor):
             refuse(name, "a tensor", type(index).__name__)
-        if not (index.ndim == 4 and index.shape[:3] == shape and index.shape[3] >= 1):
+        if not (index.ndim == 4 and index.shape[:3] == lists and index.shape[3] >= 1):
             refuse(name, f"of shape ({batch}, {heads}, {lengths[level]}, K)", tuple(index.shape))
         if index.dtype != torch.int32:
             refuse(name, "int32", dtype_name(index.dtype))
-        if index.device != query.device:
-            refuse(name, f"on {query.device} like query", index.device)
-        if index.device.type == "cpu":  # elsewhere that would stall the stream: ids are clamped there
+        if index.device != device:
+            refuse(name, f"on {device} like query", index.device)
+        if values:
             low, high = int(index.min()), int(index.max())
             if not (low >= -1 and high < lengths[level] and int(index[..., 0].min()) >= 0):
                 expected = f"in [0, {lengths[level] - 1}], -1 only after the last entry of a row"

@@ -52,8 +52,12 @@ def resolve_levels(levels: int | str, length: int, block_size: int) -> int:
         block_size: S.
 
     Raises:
-        UserInputError: an int that is out of range, or that pools one token again.
+        UserInputError: an int that is out of range, or that pools one token again; a length or block size that is none.
     """
+    if length < 1:
+        raise UserInputError(f"length must be at least 1, got {length}")
+    if block_size < 2:  # its powers never reach the length
+        raise UserInputError(f"block_size must be at least 2, got {block_size}")
     most = most_levels(length, block_size)
     if levels == "auto":
         return min(most, 1 if length < _AUTO_TWO else 2 if length < _AUTO_THREE else 3)

@@ -13,7 +13,7 @@ from ..autocast import no_autocast
 from ..checks import check_no_tangents
 from ..custom_ops import custom_op
 from .backends import choose_backend
-from .checks import check_choice, check_indices, check_tensors, check_topk
+from .checks import check_choice, check_indices, check_lists, check_tensors, check_topk
 from .levels import kept_per_level, level_lengths, resolve_levels
 from .pyramid import pyramid
 
@@ -57,7 +57,8 @@ def llsa_attention(
         disjoint: leave out pooled tokens whose children are attended. Not the published form: there a kept region is
             counted at every level. With it, keeping all is dense attention, which helps fine-tuning from dense weights.
         indices: the keys kept, instead of choosing them: M tensors `(B, H, n_l, K_l)` int32 from fine to coarse, rows
-            ascending, -1 after the last entry, at least one entry in each row. `topk` is not used then.
+            ascending, -1 after the last entry, at least one entry in each row. `topk` is not used then. The
+            entries are checked in eager calls on a CPU; elsewhere one out of range reads nothing outside.
         scale: factor of the dot products, > 0; `1 / sqrt(D)` by default.
         return_lse: also return the log of the weighted sum of exponentials.
         backend: "auto", "reference", "torch" or "triton". A named backend is never replaced.
@@ -74,10 +75,11 @@ def llsa_attention(
     if is_causal:
         raise UserInputError("is_causal must be False, got True: a pooled token mixes past and future tokens")
     query, key, value = _autocast(query, key, value)
-    if not torch.compiler.is_compiling():
-        check_tensors(query, key, value, block_size, scale, backend)
-        check_choice(topk, levels, enrich, disjoint)
+    check_tensors(query, key, value, block_size, scale, backend)
+    check_choice(topk, levels, enrich, disjoint)
     check_no_tangents("llsa_attention", query, key, value)
+    if indices is not None:
+        check_lists(indices)
     length = query.shape[2]
     if length < block_size:  # one block, all of it kept, nothing pooled
         enrich = disjoint = False
@@ -96,8 +98,7 @@ def llsa_attention(
         chosen, pooled = result[:depth], result[depth:]
     else:
         chosen, pooled = list(indices), []
-        if not torch.compiler.is_compiling():
-            check_indices(chosen, query, block_size, depth)
+        check_indices(chosen, query, block_size, depth)
     arguments = block_size, _scale(scale, query), enrich, disjoint, indices is None, backend
     if torch.compiler.is_compiling():
         out, lse = _attention_op(query, key, value, chosen, pooled, *arguments)
@@ -126,6 +127,7 @@ def hierarchical_topk(
         M tensors `(B, H, n_l, K_l)` int32 from fine to coarse: tokens of level l kept by each pooled query of level l,
         rows ascending, -1 after the last entry. K_l is `topk`, or the number of candidates where that is less.
     """
+    query, key, _ = _autocast(query, key, key)
     check_tensors(query, key, key, block_size, None, backend)
     check_choice(topk, levels, True, False)
     depth = resolve_levels(levels, query.shape[2], block_size)
@@ -149,6 +151,7 @@ def enriched_attention(
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The second half of `llsa_attention`: attend with the keys already chosen, as `hierarchical_topk` returns them."""
+    check_lists(indices)
     return llsa_attention(
         query,
         key,
@@ -170,7 +173,8 @@ def _scale(scale: float | None, query: Tensor) -> float:
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, all three in its dtype, as PyTorch's own attention has them."""
     tensors = all(isinstance(x, Tensor) and x.is_floating_point() for x in (query, key, value))
-    if not tensors or not torch.is_autocast_enabled(query.device.type):
+    # "meta" cannot be asked for.
+    if not tensors or query.is_meta or not torch.is_autocast_enabled(query.device.type):
         return query, key, value
     dtype = torch.get_autocast_dtype(query.device.type)
     return query.to(dtype), key.to(dtype), value.to(dtype)

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .levels import level_lengths, token_counts
+from ...errors import refuse
+from ..checks import check_4d
+from .checks import check_block_size
+from .levels import MAX_LEVELS, level_lengths, token_counts
 
 
 def pyramid(x: Tensor, *, block_size: int, levels: int) -> list[Tensor]:
@@ -17,11 +20,20 @@ def pyramid(x: Tensor, *, block_size: int, levels: int) -> list[Tensor]:
     Args:
         x: `(B, H, L, D)`, floating point.
         block_size: tokens under one token of the next level, >= 2.
-        levels: M >= 1.
+        levels: M, in [1, 4].
 
     Returns:
         M + 1 tensors `(B, H, n_l, D)`: `x` itself, then the means of levels 1..M in fp32 (fp64 for fp64 input).
+
+    Raises:
+        UserInputError: an argument has a wrong type, shape, dtype or range.
     """
+    check_4d(("x", x))
+    if not x.dtype.is_floating_point:
+        refuse("x", "floating point", x.dtype)
+    check_block_size(block_size)
+    if not (type(levels) is int and 1 <= levels <= MAX_LEVELS):
+        refuse("levels", f"an int in [1, {MAX_LEVELS}]", repr(levels))
     length = x.shape[2]
     dtype = torch.promote_types(x.dtype, torch.float32)
     result, total = [x], x.to(dtype)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...errors import UserInputError
+from ...errors import UserInputError, refuse
 from ..orders import inverse_order
+from .checks import check_block_size, check_indices_of, check_lists
 
 
 def llsa_selection_map(
@@ -37,17 +38,32 @@ def llsa_selection_map(
         `(B, H, P, L)` int8 in 0..M.
 
     Raises:
-        UserInputError: a position is out of range, or the order has another length.
+        UserInputError: a position is out of range, the indices are not those of this length and block size, or the
+            order is no permutation of it.
     """
-    device = indices[0].device
-    place = torch.as_tensor(positions, dtype=torch.int64, device=device)
+    check_lists(indices)
+    check_block_size(block_size)
+    if not (type(length) is int and length >= 1):
+        refuse("length", "an int >= 1", repr(length))
+    first = indices[0]
+    if not (isinstance(first, Tensor) and first.ndim == 4):
+        refuse("indices[0]", "a tensor (B, H, n_1, K)", tuple(getattr(first, "shape", ())) or type(first).__name__)
+    device, (batch, heads) = first.device, first.shape[:2]
+    check_indices_of((batch, heads, length), list(indices), block_size, len(indices), device, values=True)
+    place = torch.as_tensor(positions, device=device)
+    if place.ndim != 1 or (place.numel() and (place.is_floating_point() or place.dtype == torch.bool)):
+        raise UserInputError(f"positions must be integers in a list, got {place.tolist()}")
+    place = place.long()
     if place.numel() and not 0 <= int(place.min()) <= int(place.max()) < length:
         raise UserInputError(f"positions must be in [0, {length - 1}], got {place.tolist()}")
     if order is not None:
+        if not isinstance(order, Tensor) or order.dtype != torch.int64:
+            refuse("order", "an int64 tensor", getattr(order, "dtype", type(order).__name__))
         if order.shape != (length,):
             raise UserInputError(f"order must be of shape ({length},), got {tuple(order.shape)}")
+        if not torch.equal(order.sort()[0], torch.arange(length, device=order.device)):
+            raise UserInputError(f"order must hold each of 0 to {length - 1} once")
         place = inverse_order(order.to(device))[place]
-    batch, heads = indices[0].shape[:2]
     tokens = torch.arange(length, device=device)
     result = torch.full((batch, heads, place.numel(), length), len(indices), dtype=torch.int8, device=device)
     for level in range(len(indices) - 1, -1, -1):
