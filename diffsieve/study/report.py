@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ CLIPS_SETTINGS, RECALL_SETTINGS = "clips.settings.json", "recall.settings.json"
 CLIPS_SCHEMA, RECALL_SCHEMA = "diffsieve.study.clips/1", "diffsieve.study.recall/1"
 STUDY_SCHEMA = "diffsieve.study/1"
 REPORT, PAGE = "study.json", "study.html"
-_BASELINE = "paper"
+_BASELINES = {"over_paper": "paper", "over_default": "default"}
 
 
 def write_report(out: Path, *, command: Sequence[str] | None = None) -> dict[str, Any]:
@@ -59,10 +59,11 @@ def write_report(out: Path, *, command: Sequence[str] | None = None) -> dict[str
 
 
 def summarize_clips(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a row for each variant and sparsity: statistics over clips, and the gain over the paper's preset.
+    """Return a row for each variant and sparsity: statistics over clips, and the gain over either preset.
 
     Rows of one sparsity are over the same clips, those that all of them have, so that they can be compared when the
-    study is unfinished; where there is no such clip, each is over its own. The gain is taken clip by clip, so that its
+    study is unfinished; where there is no such clip, each is over its own. `in_all_rows` holds the means over the clips
+    that the rows of all sparsities have, to compare sparsities by. Gains are taken clip by clip, so that their
     deviation is that of the differences.
     """
     by_row: dict[tuple[str, float | None], dict[tuple[str, int], Mapping[str, Any]]] = {}
@@ -73,13 +74,14 @@ def summarize_clips(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         sparsity: set.intersection(*(set(row) for (_, other), row in by_row.items() if other == sparsity))
         for _, sparsity in by_row
     }
+    in_all = set.intersection(*shared.values())
     rows = []
     for variant, sparsity in sorted(by_row, key=_place):
         found = by_row[variant, sparsity]
         if common := shared[sparsity]:
             found = {clip: line for clip, line in found.items() if clip in common}
-        baseline = by_row.get((_BASELINE, sparsity), {})
-        rows.append({"variant": variant, "sparsity": sparsity} | _row(variant, found, baseline))
+        baselines = {key: by_row.get((name, sparsity), {}) for key, name in _BASELINES.items() if name != variant}
+        rows.append({"variant": variant, "sparsity": sparsity} | _row(variant, found, baselines, in_all))
     return {
         "prompts": sorted({prompt for prompt, _ in clips}),
         "seeds": sorted({seed for _, seed in clips}),
@@ -93,7 +95,8 @@ def summarize_clips(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _row(
     variant: str,
     found: Mapping[tuple[str, int], Mapping[str, Any]],
-    baseline: Mapping[tuple[str, int], Mapping[str, Any]],
+    baselines: Mapping[str, Mapping[tuple[str, int], Mapping[str, Any]]],
+    in_all: Set[tuple[str, int]],
 ) -> dict[str, Any]:
     about = "dense, another attention kernel" if variant == FLOOR else VARIANTS[variant].about
     run = {clip: line for clip, line in sorted(found.items()) if "skipped" not in line}
@@ -105,11 +108,16 @@ def _row(
     def statistics(values: Sequence[float | None]) -> dict[str, Any]:
         return summarize(values).to_dict()
 
-    def gain(name: str) -> dict[str, Any]:
+    def gain(name: str, baseline: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, Any]:
         pairs = [(line, baseline[clip]) for clip, line in run.items() if "metrics" in baseline.get(clip, {})]
         values = [(line["metrics"][name], other["metrics"].get(name)) for line, other in pairs]
         return statistics([None if a is None or b is None else a - b for a, b in values])
 
+    gains = {
+        key: {name: gain(name, baseline) for name in names} if (baseline := baselines.get(key)) else None
+        for key in _BASELINES
+    }
+    by_all = [line["metrics"] for clip, line in run.items() if clip in in_all]
     orders: Counter[str] = Counter()
     for line in run.values():
         orders.update(line.get("orders", {}))
@@ -118,7 +126,11 @@ def _row(
         "clips": len(run),
         "skipped": skipped,
         "metrics": {name: statistics([line["metrics"].get(name) for line in run.values()]) for name in names},
-        "over_paper": {name: gain(name) for name in names} if baseline and variant != _BASELINE else None,
+        "in_all_rows": {
+            "clips": len(by_all),
+            "metrics": {name: statistics([metrics.get(name) for metrics in by_all])["mean"] for name in names},
+        },
+        **gains,
         "density_overall": statistics([line.get("density_overall") for line in run.values()])["mean"],
         "density_sparse_steps": statistics([line.get("density_sparse_steps") for line in run.values()])["mean"],
         "kernels": sorted({line["kernel"] or "none" for line in run.values()}),

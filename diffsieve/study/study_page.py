@@ -26,12 +26,24 @@ def study_page(report: Mapping[str, Any]) -> Page:
             f"steps, warm-up {settings['warmup']}, blocks of {settings['block_size']}"
         )
         facts.append(f"{place['device_name']}, {settings['dtype']}; torch {place['versions']['torch']}")
+        facts.append("means and sample deviations over clips; over another variant: of the differences clip by clip")
         notes += [f"{metric_title(name)} not computed: {'; '.join(why)}" for name, why in clips["reasons"].items()]
         if not clips["complete"]:
+            in_all = max((row["in_all_rows"]["clips"] for row in clips["rows"] if row["clips"]), default=0)
+            charts = (
+                f"the charts are over the {in_all} that all rows have"
+                if in_all
+                else "no clip has all rows yet, so there are no charts of them"
+            )
             notes.append(
                 "unfinished: the rows of a sparsity are over the clips that all of its variants have, or each over its "
-                "own where there are none; rows of different sparsities are over different clips"
+                f"own where there are none; rows of different sparsities are over different clips; {charts}"
             )
+        notes += [
+            f"{row['variant']}, {_percent(row['sparsity'])}: skipped, {'; '.join(row['skipped'])}"
+            for row in clips["rows"]
+            if row["skipped"]
+        ]
     if recall:
         facts.append(
             f"recall on {recall['calls']} captured calls, layers {', '.join(recall['layers'])}, "
@@ -54,19 +66,20 @@ def study_table(report: Mapping[str, Any]) -> Table:
     ]
     headings = ["variant", "sparsity", *(["clips"] if clips else [])]
     headings += [metric_title(name) + (", dB" if name == "psnr" else "") for name in names]
-    headings += ["over paper, dB", "density, all", "sparse steps"] if clips else []
+    headings += ["over paper, dB", "over default, dB", "density, all", "sparse steps"] if clips else []
     headings += ["recall", "output error"] if recall else []
     rows = []
     seen = {(row["variant"], row["sparsity"]) for row in clips}
     rest = [{"variant": pair[0], "sparsity": pair[1]} for pair in recall if pair not in seen]
     for row in [*clips, *rest]:
-        cells = [row["variant"], "-" if row["sparsity"] is None else f"{100 * row['sparsity']:.4g} %"]
+        cells = [row["variant"], _percent(row["sparsity"])]
         if clips:
             cells.append(str(row.get("clips", "-")))
         for name in names:
             cells.append(_with_deviation(name, row.get("metrics", {}).get(name)))
         if clips:
-            cells.append(_with_deviation("psnr", (row.get("over_paper") or {}).get("psnr")))
+            for key in ("over_paper", "over_default"):
+                cells.append(_with_deviation("psnr", (row.get(key) or {}).get("psnr")))
             cells += [_share(row.get("density_overall")), _share(row.get("density_sparse_steps"))]
         if recall:
             found = recall.get((row["variant"], row["sparsity"]), {})
@@ -79,8 +92,9 @@ def _charts(report: Mapping[str, Any]) -> list[str]:
     charts = []
     clips = (report["clips"] or {}).get("rows", [])
     for name in ("psnr", "ssim", "ms_ssim", "lpips[alex]"):
-        series = _series(clips, lambda row, name=name: row.get("metrics", {}).get(name, {}).get("mean"))
-        floor = [row["metrics"][name]["mean"] for row in clips if row["variant"] == _FLOOR and name in row["metrics"]]
+        # Over the same clips at all sparsities: in an unfinished study the table's rows are not.
+        series = _series(clips, lambda row, name=name: _in_all_rows(row, name))
+        floor = [_in_all_rows(row, name) for row in clips if row["variant"] == _FLOOR]
         levels = [(_FLOOR, value) for value in floor if value is not None]
         charts.append(
             line_chart(
@@ -108,6 +122,10 @@ def _series(rows: Sequence[Mapping[str, Any]], value: Any) -> list[Series]:
     return found
 
 
+def _in_all_rows(row: Mapping[str, Any], name: str) -> float | None:
+    return row["in_all_rows"]["metrics"].get(name) if row["clips"] else None
+
+
 def _bound_note(order: str, figures: Mapping[str, Any]) -> str:
     r = figures["r"]["mean"]
     return (
@@ -130,6 +148,10 @@ def _with_deviation(name: str, figures: Mapping[str, Any] | None) -> str:
         return "-"
     text = metric_text(name, figures["mean"])
     return text if figures["std"] is None else f"{text} ± {metric_text(name, figures['std'])}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.4g} %"
 
 
 def _share(value: float | None) -> str:

@@ -68,6 +68,11 @@ def test_every_variant_runs_at_the_same_density_and_is_measured(pipe, study):
     assert rows["paper", 0.6]["over_paper"] is None
     gain = rows["default", 0.6]["over_paper"]["psnr"]["mean"]
     assert gain == pytest.approx(rows["default", 0.6]["psnr_by_clip"][0] - rows["paper", 0.6]["psnr_by_clip"][0])
+    over_default = rows["random", 0.6]["over_default"]["psnr"]["mean"]
+    assert over_default == pytest.approx(
+        rows["random", 0.6]["psnr_by_clip"][0] - rows["default", 0.6]["psnr_by_clip"][0]
+    )
+    assert rows["default", 0.6]["over_default"] is None
     distinct = {round(rows[name, 0.6]["psnr_by_clip"][0], 6) for name in VARIANTS if rows[name, 0.6]["clips"]}
     assert len(distinct) > 12, "variants must not all be the same computation"
     page = (config.out / "study.html").read_text(encoding="utf-8")
@@ -178,7 +183,17 @@ def test_an_unfinished_study_compares_variants_on_the_same_clips(pipe, study):
         ("paper", 0.34): 3, ("random", 0.34): 3, ("paper", 0.6): 2, ("random", 0.6): 2,
     }  # fmt: skip
     assert rows["random", 0.6]["over_paper"]["psnr"]["n"] == 2
-    assert "unfinished: the rows of a sparsity are over the clips" in (config.out / "study.html").read_text("utf-8")
+    # Sparsities are compared on the clips of all rows.
+    at_34, at_60 = rows["random", 0.34], rows["random", 0.6]
+    assert at_34["in_all_rows"]["clips"] == at_60["in_all_rows"]["clips"] == 2
+    assert at_60["in_all_rows"]["metrics"]["psnr"] == at_60["metrics"]["psnr"]["mean"]
+    both = [line["metrics"]["psnr"] for line in lines_of(config.out)
+            if (line["seed"], line["variant"], line["sparsity"]) == (0, "random", 0.34)]  # fmt: skip
+    assert at_34["in_all_rows"]["metrics"]["psnr"] == pytest.approx(sum(both) / 2)
+    assert at_34["metrics"]["psnr"]["mean"] != pytest.approx(sum(both) / 2)
+    page = (config.out / "study.html").read_text("utf-8")
+    assert "unfinished: the rows of a sparsity are over the clips" in page
+    assert "the charts are over the 2 that all rows have" in page
     assert study_clips(config, pipe=pipe)["missing"] == 0
     assert json.loads((config.out / "study.json").read_text("utf-8"))["clips"]["complete"]
 
