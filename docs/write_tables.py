@@ -98,6 +98,19 @@ def call_table() -> str:
     )
 
 
+def calibration_table() -> str:
+    """How long calibrating the orders takes on an H200 beside a sparse call, as a Markdown table."""
+    rows = _result("h200/bench/ba-att.json")["rows"]
+    found = {(row["tokens"], row["sparsity"]): row for row in rows if row["name"].startswith("default, ")}
+    shares = (0.5, 0.75, 0.9)
+    calls = " | ".join(f"sparse call, {share:.0%}" for share in shares)
+    lines = [f"| | {' | '.join(f'calibration, {x:.0%} skipped' for x in shares)} | {calls} |", "|---" * 7 + "|"]
+    for tokens in sorted({tokens for tokens, _ in found}):
+        cells = [f"{found[tokens, share][key]:.1f} ms" for key in ("calibration_ms", "ms") for share in shares]
+        lines.append(f"| {tokens:,} tokens | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def hopper_rates_table() -> str:
     """Rates of the backends for Hopper GPUs at half of the blocks, as a Markdown table; "-" was not measured."""
     tune = _result("h200/block_sparse_hopper.json")["tune"]
@@ -199,71 +212,150 @@ def _or_dash(milliseconds: float | None, times: int = 1) -> str:
     return "-" if milliseconds is None else f"{times * milliseconds:.2f}"
 
 
-_ORDERS = ("hindsight", "default", "beta 1", "order frame_hilbert", "order by recall")
-_FIXED = (
-    "order frame_hilbert", "order hilbert", "order raster", "order hilbert_window", "order norm_sort", "oracle raster",
-    "antidiagonal 8", "antidiagonal 16", "mean pooling", "no sort", "random", "paper",
+_PARTS = (
+    "beta 1", "head budgets", "no centring", "no second order", "halfk", "score moments", "no compensation",
+    "hindsight", "order by recall", "first layer dense",
 )  # fmt: skip
+_SORTS = ("paper", "no sort", "sort queries", "sort keys")
+_IN_BRIEF = (
+    "default",
+    "beta 1",
+    "hindsight",
+    "order frame_hilbert",
+    "oracle",
+    "antidiagonal 8",
+    "mean pooling",
+    "paper",
+)
+_FIDELITY = (0.5, 0.6, 0.75, 0.9)
 
 
-def orders_table() -> str:
-    """How close clips of mini-wan are to dense ones by how the heads choose their orders, as a Markdown table."""
-    clips = _result("h200/study_orders.json")["clips"]
-    sparsities = (0.5, 0.75, 0.9)
-    found = {(row["variant"], row["sparsity"]): row for row in clips["rows"]}
+def study_table() -> str:
+    """How close clips of mini-wan are to dense ones, all variants but those of the sort, as a Markdown table."""
+    rows = _study_rows()
+    names = [name for name, share in rows if share == 0.5 and name not in _SORTS[1:]]
+    shown = [("psnr", share) for share in _FIDELITY]
+    shown += [("ssim", 0.5), ("ms_ssim", 0.5), ("lpips[alex]", 0.5), ("lpips[alex]", 0.75)]
     lines = [
-        f"{_about_study(clips)}:",
+        f"{_about_study(_FIDELITY)}:",
         "",
-        f"| PSNR, SSIM; blocks skipped: | {' | '.join(f'{share:.0%}' for share in sparsities)} |",
-        "|---|---|---|---|",
+        f"| | {' | '.join(f'{_TITLES[metric]}, {share:.0%}' for metric, share in shown)} |",
+        "|---" * (1 + len(shown)) + "|",
     ]
-    for name in _ORDERS:
-        means = [found[name, share]["metrics"] for share in sparsities]
-        cells = [f"{mean['psnr']['mean']:.2f} dB, {mean['ssim']['mean']:.4f}" for mean in means]
+    floor = rows["noise floor", None]
+    cells = [_mean(floor, metric) if share == 0.5 else "" for metric, share in shown]
+    lines.append(f"| dense, another kernel (noise floor) | {' | '.join(cells)} |")
+    for name in sorted(names, key=lambda name: -rows[name, 0.5]["metrics"]["psnr"]["mean"]):
+        cells = [_mean(rows[name, share], metric) for metric, share in shown]
         lines.append(f"| {_named(name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def fixed_orders_table() -> str:
-    """The same for variants that do not calibrate, of another run."""
-    clips = _result("h200/study_fixed_orders.json")["clips"]
-    found = {(row["variant"], row["sparsity"]): row for row in clips["rows"]}
+def study_parts_table() -> str:
+    """What changing one part of `default` changes, clip by clip, as a Markdown table."""
+    rows = _study_rows()
     lines = [
-        f"{_about_study(clips)}:",
+        "PSNR less that of `default`, clip by clip, in dB: mean, its standard error, and in how many of the clips it",
+        f"is higher ({_counts(_FIDELITY)}):",
         "",
-        "| | PSNR, 50% | PSNR, 75% | SSIM, 50% | LPIPS, 50% |",
-        "|---|---|---|---|---|",
+        f"| | {' | '.join(f'{share:.0%}' for share in _FIDELITY)} |",
+        "|---" * (1 + len(_FIDELITY)) + "|",
     ]
-    for name, share in [("noise floor", None), *((name, 0.5) for name in _FIXED)]:
-        metrics = found[name, share]["metrics"]
-        more = found.get((name, 0.75)) if share else None
-        cells = [
-            f"{metrics['psnr']['mean']:.2f} dB",
-            f"{more['metrics']['psnr']['mean']:.2f} dB" if more else "",
-            f"{metrics['ssim']['mean']:.4f}",
-            f"{metrics['lpips[alex]']['mean']:.4f}",
-        ]
+    for name in _PARTS:
+        cells = [_over_default(rows[name, share], rows["default", share]) for share in _FIDELITY]
         lines.append(f"| {_named(name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _about_study(clips: dict[str, Any]) -> str:
+def study_sort_table() -> str:
+    """The paper's ablation of its sort on mini-wan, as a Markdown table."""
+    shares = (0.5, 0.7, 0.9)
+    about = f"The paper's method with and without its sort by norm (its Table 7), of the same run, {_counts(shares)}"
+    return _psnr_and_lpips(_SORTS, shares, about)
+
+
+def study_in_brief_table() -> str:
+    """How close some variants come to dense clips of mini-wan, as a Markdown table."""
+    shares = (0.5, 0.75, 0.9)
+    return _psnr_and_lpips(_IN_BRIEF, shares, _about_study(shares))
+
+
+def _psnr_and_lpips(names: tuple[str, ...], shares: tuple[float, ...], about: str) -> str:
+    rows = _study_rows()
+    lines = [
+        f"{about}:",
+        "",
+        f"| PSNR, LPIPS; blocks skipped: | {' | '.join(f'{share:.0%}' for share in shares)} |",
+        "|---" * (1 + len(shares)) + "|",
+    ]
+    for name in names:
+        cells = [f"{_mean(rows[name, x], 'psnr')} dB, {_mean(rows[name, x], 'lpips[alex]')}" for x in shares]
+        lines.append(f"| {_named(name)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+_TITLES = {"psnr": "PSNR", "ssim": "SSIM", "ms_ssim": "MS-SSIM", "lpips[alex]": "LPIPS"}
+
+
+def _study_rows() -> dict[tuple[str, float | None], dict[str, Any]]:
+    rows = _result("h200/study.json")["clips"]["rows"]
+    return {(row["variant"], row["sparsity"]): row for row in rows}
+
+
+def _mean(row: dict[str, Any], metric: str) -> str:
+    """The mean over clips; "-" where the variant does not exist."""
+    if not row["clips"]:
+        return "-"
+    return f"{row['metrics'][metric]['mean']:.{2 if metric == 'psnr' else 4}f}"
+
+
+def _over_default(row: dict[str, Any], default: dict[str, Any]) -> str:
+    if not row["clips"]:
+        return "-"
+    found = row["over_default"]["psnr"]
+    higher = sum(a > b for a, b in zip(row["psnr_by_clip"], default["psnr_by_clip"], strict=True))
+    return f"{found['mean']:+.2f} ± {found['std'] / found['n'] ** 0.5:.2f}, {higher}"
+
+
+def _counts(shares: tuple[float, ...]) -> str:
+    """Write how many clips the rows have, as in "25, 15 and 10 clips at 50, 70 and 90 %"."""
+    rows = _study_rows()
+    clips, percents = [rows["paper", x]["clips"] for x in shares], [f"{100 * x:.0f}" for x in shares]
+    return f"{_listed(clips)} clips at {_listed(percents)} %"
+
+
+def _listed(values: list[Any]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} and {last}"
+
+
+def _about_study(shares: tuple[float, ...]) -> str:
+    clips = _result("h200/study.json")["clips"]
     settings = clips["settings"]
-    seeds = f"seed{'s' * (len(clips['seeds']) > 1)} {', '.join(map(str, clips['seeds']))}"
+    unfinished = "" if clips["complete"] else "; the study is unfinished"
     return "\n".join(
         [
-            f"Clips of mini-wan against dense ones from the same noise: {len(clips['prompts'])} held-out prompts, "
-            f"{seeds}, {settings['tokens']:,} tokens, {settings['steps']} steps,",
-            f"{settings['warmup']:.0%} of them dense, all layers sparse, blocks of {settings['block_size']}, backend "
-            f"`{settings['backend']}`, {settings['environment']['device_name']}, bf16 (`diffsieve study clips`; means "
-            "over clips)",
+            "Clips of mini-wan against dense ones from the same noise, prompts held out of training: "
+            f"{_counts(shares)} skipped{unfinished}.",
+            f"{settings['tokens']:,} tokens, {settings['steps']} steps, {settings['warmup']:.0%} of them dense, all "
+            f"layers sparse, blocks of {settings['block_size']}, backend `{settings['backend']}`,",
+            f"{settings['environment']['device_name']}, bf16 (`diffsieve study clips`; means over clips, the same for "
+            "all rows of a column)",
         ]
     )
 
 
 def _named(variant: str) -> str:
-    if variant == "noise floor":
-        return "dense, another kernel (noise floor)"
+    names = {
+        "preset default": "`default` as it ships: first layer dense, more blocks kept",
+        "window x2": "`default`, order hilbert_window, its window doubled",
+        "first layer dense": "first layer dense, the others sparser",
+        "no sort": "`paper` without its sort",
+        "sort queries": "`paper`, queries alone sorted",
+        "sort keys": "`paper`, keys alone sorted",
+    }
+    if variant in names:
+        return names[variant]
     if variant.startswith("order ") and variant != "order by recall":
         return f"`default`, {variant}"
     return f"`{variant}`" if variant in ("default", "paper") else variant
@@ -374,9 +466,11 @@ def tables() -> dict[str, str]:
     return {
         "supported-models": supported_models_table(),
         "results": f"{kernel_table()}\n\n{call_table()}\n\n{cpu_table()}",
-        "study-orders": orders_table(),
-        "study-fixed-orders": fixed_orders_table(),
-        "study-in-brief": orders_table(),
+        "calibration": calibration_table(),
+        "study": study_table(),
+        "study-parts": study_parts_table(),
+        "study-sort": study_sort_table(),
+        "study-in-brief": study_in_brief_table(),
         "kernel-rates": kernel_rates_table(),
         "kernel-lengths": kernel_lengths_table(),
         "wan": wan_table(),
