@@ -27,9 +27,8 @@ def check_options(scale: Any, backend: Any, backends: tuple[str, ...]) -> None:
     """Raise a `UserInputError` unless `scale` is None or a finite number > 0, and `backend` one of `backends`."""
     if backend not in backends:
         refuse("backend", f"one of {', '.join(backends)}", repr(backend))
-    if scale is not None and not (
-        isinstance(scale, (int, float)) and scale is not True and math.isfinite(scale) and scale > 0
-    ):
+    # `math.isfinite` cannot be traced where the compiler takes the number for a variable (`dynamic=True`).
+    if scale is not None and not (isinstance(scale, (int, float)) and scale is not True and 0 < scale < math.inf):
         refuse("scale", "a finite number > 0 or None", scale)
 
 

@@ -206,7 +206,7 @@ def test_nan_does_not_hang(broken, generator):
     ("options", "message"),
     [
         ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
-        ({"probe_blocks": 0}, "probe_blocks must be at least 1, got 0"),
+        ({"probe_blocks": 0}, "probe_blocks must be at least 1, a whole number, or None, got 0"),
         ({"grid_thw": (5, 9, 9)}, "grid_thw must have as many points"),
         ({"window": 40}, "window must be a positive multiple"),
         ({"dense": torch.zeros(1, 2, 449, 8)}, r"dense must have the shape of query, \(1, 2, 450, 8\)"),

@@ -1,8 +1,12 @@
 """BA-Att inside torch.compile: one graph, also when the table of orders changes."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
 
+from diffsieve import UserInputError
 from diffsieve.kernels.ba_att import ba_attention, calibrate_orders, choose_orders
 
 GRID = (5, 9, 10)
@@ -62,6 +66,89 @@ def test_options_compile_without_a_break(options, qkv):
     compiled, counter = compile_counted(function, "eager")
     assert torch.equal(compiled(*qkv), function(*qkv))
     assert counter.frame_count == 1
+
+
+WRONG = [
+    ({"density": 1.5}, "density must be in (0, 1], got 1.5"),
+    ({"density": "0.5"}, "density must be a number, got "),
+    ({"beta": float("nan")}, "beta must be finite, got nan"),
+    ({"scale": 0.0}, "scale must be finite and above 0, or None, got 0.0"),
+    ({"block_size": 0}, "block_size must be a whole number in [1, 65536], got 0"),
+    ({"text_prefix": 450}, "text_prefix + text_suffix must be below the number of tokens (450), got 450 + 0"),
+    ({"compensate": "mean"}, "compensate must be "),
+    ({"backend": "cuda"}, "backend must be one of "),
+]
+WRONG_CALL = [
+    ({"min_density": 0.7}, "min_density must be in [0, density=0.5], got 0.7"),
+    ({"grid_thw": (5, 9, 9)}, "grid_thw must have as many points as query has tokens (450), got (5, 9, 9) with 405"),
+    ({"window": 33}, "window must be a positive multiple of block_size (32), got 33"),
+    ({"orders": "spiral"}, "orders must be one of "),
+    ({"orders": torch.tensor([0, 1])}, "orders must be an integer tensor of shape (4,)"),
+]
+WRONG_CALIBRATION = [
+    ({"probe_blocks": 0}, "probe_blocks must be at least 1, a whole number, or None, got 0"),
+    ({"dense": torch.ones(1, 4, 449, 16)}, "dense must have the shape of query, (1, 4, 450, 16)"),
+    ({"dense": torch.ones(1, 4, 450, 16).double()}, "dense must be torch.float32 on cpu like query, got torch.float64"),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "message"),
+    [
+        *((ba_attention, *wrong) for wrong in WRONG + WRONG_CALL),
+        *((calibrate_orders, *wrong) for wrong in WRONG + WRONG_CALIBRATION),
+    ],
+)
+def test_compiled_code_refuses_wrong_arguments(function, changes, message, qkv):
+    options = {"grid_thw": GRID, "density": 0.5, "block_size": 32, **changes}
+    if function is ba_attention:
+        options = {"orders": "hilbert_window", **options}
+    with pytest.raises(Exception, match="raised exception UserInputError") as raised:
+        torch.compile(partial(function, **options), fullgraph=True, backend="eager")(*qkv)
+    assert message in str(raised.value).replace("\\", "")
+
+
+@pytest.mark.parametrize("function", [ba_attention, calibrate_orders])
+def test_compiled_code_refuses_tensors_that_do_not_fit(function, qkv):
+    query, key, value = qkv
+    call = partial(function, grid_thw=GRID, density=0.5, block_size=32)
+    call = partial(call, orders="raster") if function is ba_attention else call
+    for tensors, message in (
+        ((query, key[:, :, 1:], value[:, :, 1:]), "key must have shape (1, a divisor of 4, 450, 16)"),
+        ((query, key, value.half()), "value must be torch.float32 on cpu like query, got torch.float16 on cpu"),
+        ((query.int(), key, value), "query must be floating point, got torch.int32"),
+        (
+            [x.to(torch.float8_e4m3fn) for x in qkv],
+            "query must be floating point of 16 bits or more, got torch.float8_e4m3fn",
+        ),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(UserInputError, match=re.escape(message)):
+            call(*tensors)
+        with pytest.raises(Exception, match="raised exception UserInputError") as raised:
+            torch.compile(call, fullgraph=True, backend="eager")(*tensors)
+        assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("wrong", [-1, 5])
+def test_compiled_code_refuses_ids_of_no_order_when_it_runs(wrong, qkv):
+    compiled, _ = compile_counted(call, "eager")
+    compiled(*qkv, torch.tensor([0, 1, 2, 3]))
+    with pytest.raises(UserInputError, match=rf"orders must hold ids of \[0, 1, 2, 3, 4\] .* got {wrong}"):
+        compiled(*qkv, torch.tensor([0, 1, 2, wrong]))
+
+
+def test_numbers_that_change_are_checked_without_a_break(qkv):
+    def function(query, key, value, density, beta, scale):
+        return ba_attention(
+            query, key, value, orders="raster", density=density, beta=beta, scale=scale, block_size=32, min_density=0.1
+        )
+
+    for options in ({}, {"dynamic": True}):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="eager", **options)
+        for numbers in ((0.5, 0.5, 0.1), (0.4, 0.6, 0.2), (0.3, 0.7, 0.3)):
+            assert torch.equal(compiled(*qkv, *numbers), function(*qkv, *numbers))
 
 
 def test_calibration_compiles_without_a_break(qkv):

@@ -329,6 +329,10 @@ def _bad_inputs() -> dict[str, tuple[dict, str]]:
         "query-rank": ({"query": good.query[0]}, "query must be 4-dimensional, got (3, 90, 32)"),
         "query-empty": ({"query": good.query[:, :, :0]}, "query must be not empty, got (1, 3, 0, 32)"),
         "query-integer": ({"query": good.query.long()}, "query must be floating point, got torch.int64"),
+        "query-float8": (
+            {"query": good.query.to(torch.float8_e4m3fn)},
+            "query must be floating point of 16 bits or more, got torch.float8_e4m3fn",
+        ),
         "key-batch": ({"key": good.key.repeat(2, 1, 1, 1)}, "key must be of batch size 1 like query, got 2"),
         "key-dim": ({"key": good.key[..., :16]}, "key must be of head dimension 32 like query, got 16"),
         "key-heads": ({"key": good.key[:, :2]}, "key must be of a number of heads that divides 3, got 2"),
@@ -373,3 +377,20 @@ def test_bad_input_is_named(name):
     }
     with pytest.raises(UserInputError, match=re.escape(message)):
         block_sparse_attention(**(arguments | changes))
+
+
+VALUES = ("index-high", "index-negative", "index-order", "index-twice", "count-high", "count-negative")
+
+
+@pytest.mark.parametrize("name", [name for name in _bad_inputs() if name not in (*VALUES, "query-not-a-tensor")])
+def test_compiled_code_names_bad_input(name):
+    changes, message = _bad_inputs()[name]
+    inputs = testing.make_inputs(BASE, dtype=torch.float32)
+    tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value, "block_index": inputs.block_index}
+    options = {"block_size": 16}
+    for argument, x in changes.items():
+        (tensors if isinstance(x, torch.Tensor) else options)[argument] = x
+    torch._dynamo.reset()  # sizes that differ from one compilation to the next would have no numbers
+    with pytest.raises(Exception, match="raised exception UserInputError") as raised:
+        torch.compile(lambda x: block_sparse_attention(**x, **options), fullgraph=True, backend="eager")(tensors)
+    assert message in str(raised.value).replace("\\", "")

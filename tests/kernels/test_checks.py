@@ -1,5 +1,7 @@
 """The operations on chosen blocks refuse the same queries, keys and values, in the same words."""
 
+import re
+
 import pytest
 import torch
 
@@ -34,6 +36,22 @@ def attend_listed(query, key, value, **options):
     ],
 )
 def test_wrong_inputs_are_refused_in_the_same_words(attend, change, message):
-    inputs = {name: torch.ones(2, 4, 64, 8) for name in ("query", "key", "value")}
+    inputs = {name: torch.ones(2, 4, 64, 8) for name in ("query", "key", "value")} | change
     with pytest.raises(UserInputError, match=f"^{message}$"):
-        attend(**(inputs | change))
+        attend(**inputs)
+    if not isinstance(inputs["query"], list):  # compiled code says it, too
+        tensors = [inputs.pop(name) for name in ("query", "key", "value")]
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="raised exception UserInputError") as raised:
+            torch.compile(lambda *x: attend(*x, **inputs), fullgraph=True, backend="eager")(*tensors)
+        assert re.search(message, str(raised.value).replace("\\", ""))
+
+
+@pytest.mark.parametrize("attend", [attend_listed, llsa_attention])
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["static", "dynamic"])
+def test_scales_that_change_are_checked_without_a_break(attend, options):
+    tensors = [torch.randn(2, 4, 64, 8) for _ in range(3)]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x, scale: attend(*x, scale=scale), fullgraph=True, backend="eager", **options)
+    for scale in (0.1, 0.2, 0.3):
+        assert torch.equal(compiled(*tensors, scale=scale), attend(*tensors, scale=scale))

@@ -124,12 +124,35 @@ def ba_attention(
         (B, H, L, D) in the dtype of `query`, and `BAAttInfo` if asked for.
 
     Raises:
-        UserInputError: an argument has a wrong type or is out of its range, or shapes do not fit (not checked while
-            compiling).
+        UserInputError: an argument has a wrong type or is out of its range, or shapes do not fit.
         BackendUnavailableError: the named backend cannot run here.
     """
-    if not torch.compiler.is_compiling():
-        check_arguments(**locals())
+    check_arguments(
+        query,
+        key,
+        value,
+        grid_thw=grid_thw,
+        orders=orders,
+        density=density,
+        block_size=block_size,
+        beta=beta,
+        center_keys=center_keys,
+        log_count=log_count,
+        descending=descending,
+        window=window,
+        second_order=second_order,
+        compensate=compensate,
+        score=score,
+        top_p=top_p,
+        min_density=min_density,
+        text_prefix=text_prefix,
+        text_suffix=text_suffix,
+        scale=scale,
+        backend=backend,
+        return_info=return_info,
+        timer=timer,
+        custom=custom,
+    )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     stage = nullcontext if timer is None else timer
     num_text = text_prefix + text_suffix

@@ -14,6 +14,7 @@ from diffsieve.errors import UserInputError
 from ..autocast import without_autocast
 from ..block_sparse import block_sparse_attention, choose_backend
 from .centroids import add_centroids
+from .checks import check_arguments
 from .fused import fuses, gather_with_means, gather_with_statistics
 from .ordering import CANDIDATE_ORDERS, NEEDS_GRID, Grid, gather_tokens, token_orders
 from .scores import score_blocks
@@ -80,19 +81,33 @@ def calibrate_orders(
         guidance), in the order of `CANDIDATE_ORDERS`; infinity where a candidate needs a grid and there is none.
 
     Raises:
-        UserInputError: `density` or `probe_blocks` out of range, `dense` of another shape than `query` or given with
-            text tokens, or as `token_orders` (not checked while compiling).
+        UserInputError: `probe_blocks` out of range, `dense` not like `query` or given with text tokens, or as
+            `ba_attention`; orders and windows that do not fit are found when compiled code runs.
     """
-    if not torch.compiler.is_compiling():
-        if not 0 < density <= 1:
-            raise UserInputError(f"density must be in (0, 1], got {density}")
-        if probe_blocks is not None and probe_blocks < 1:
-            raise UserInputError(f"probe_blocks must be at least 1, got {probe_blocks}")
-        if dense is not None and (dense.shape != query.shape or text_prefix or text_suffix):
-            raise UserInputError(
-                f"dense must have the shape of query, {tuple(query.shape)}, and no text tokens beside the video, got "
-                f"{tuple(dense.shape)} with {text_prefix} and {text_suffix} text tokens"
-            )
+    check_arguments(
+        query,
+        key,
+        value,
+        grid_thw=grid_thw,
+        density=density,
+        block_size=block_size,
+        beta=beta,
+        center_keys=center_keys,
+        log_count=log_count,
+        descending=descending,
+        window=window,
+        second_order=second_order,
+        compensate=compensate,
+        score=score,
+        text_prefix=text_prefix,
+        text_suffix=text_suffix,
+        scale=scale,
+        backend=backend,
+    )
+    if probe_blocks is not None and not (type(probe_blocks) is int and probe_blocks >= 1):
+        raise UserInputError(f"probe_blocks must be at least 1, a whole number, or None, got {probe_blocks!r}")
+    if dense is not None:
+        _check_dense(dense, query, text_prefix, text_suffix)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if probe_blocks is None:
         probe_blocks = probe_count(query.shape[2] - text_prefix - text_suffix, block_size)
@@ -118,6 +133,19 @@ def calibrate_orders(
         probe_blocks,
         backend,
     )
+
+
+def _check_dense(dense: Any, query: torch.Tensor, text_prefix: int, text_suffix: int) -> None:
+    if not isinstance(dense, torch.Tensor):
+        raise UserInputError(f"dense must be a tensor or None, got {type(dense).__name__}")
+    if dense.shape != query.shape or text_prefix or text_suffix:
+        raise UserInputError(
+            f"dense must have the shape of query, {tuple(query.shape)}, and no text tokens beside the video, got "
+            f"{tuple(dense.shape)} with {text_prefix} and {text_suffix} text tokens"
+        )
+    if dense.dtype != query.dtype or dense.device != query.device:
+        expected, got = (f"{x.dtype} on {x.device}" for x in (query, dense))
+        raise UserInputError(f"dense must be {expected} like query, got {got}")
 
 
 def choose_orders(errors: torch.Tensor, tie_margin: float = 0.02) -> torch.Tensor:

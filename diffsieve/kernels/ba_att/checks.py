@@ -17,13 +17,22 @@ from .scores import SCORES
 
 _FLAGS = ("center_keys", "log_count", "descending", "second_order", "return_info")
 _COMPENSATIONS = ("none", "centroid")
+_NOT_OF_CALIBRATION = {
+    "orders": "raster",
+    "top_p": None,
+    "min_density": 0.0,
+    "return_info": False,
+    "timer": None,
+    "custom": None,
+}
 
 
 def check_arguments(query: Any, key: Any, value: Any, **options: Any) -> None:
     """Raise a `UserInputError` that names the argument, what was expected and what came.
 
-    Takes all arguments of `ba_attention`.
+    Takes all arguments of `ba_attention`, or those of `calibrate_orders` that the two share.
     """
+    options = {**_NOT_OF_CALIBRATION, **options}
     _check_tensors(query, key, value)
     _check_types(options)
     _check_ranges(options, query.shape[2])
@@ -39,6 +48,8 @@ def _check_tensors(query: Any, key: Any, value: Any) -> None:
             raise UserInputError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
         if not tensor.dtype.is_floating_point:
             raise UserInputError(f"{name} must be floating point, got {tensor.dtype}")
+        if tensor.dtype.itemsize == 1:
+            raise UserInputError(f"{name} must be floating point of 16 bits or more, got {tensor.dtype}")
         if tensor.device != query.device or tensor.dtype != query.dtype:
             expected, got = (f"{x.dtype} on {x.device}" for x in (query, tensor))
             raise UserInputError(f"{name} must be {expected} like query, got {got}")
@@ -76,22 +87,22 @@ def _check_types(options: Mapping[str, Any]) -> None:
     _require(custom is None or isinstance(custom, CustomSelection), "custom", "a CustomSelection or None", custom)
 
 
+# `math.isfinite` cannot be traced where the compiler takes a number for a variable (`dynamic=True`).
 def _check_ranges(options: Mapping[str, Any], tokens: int) -> None:
     density, block_size, compensate = options["density"], options["block_size"], options["compensate"]
     score, top_p, scale = options["score"], options["top_p"], options["scale"]
     _require(0 < density <= 1, "density", "in (0, 1]", density)
     allowed = _is_whole(block_size) and 1 <= block_size <= MAX_BLOCK_SIZE
     _require(allowed, "block_size", f"a whole number in [1, {MAX_BLOCK_SIZE}]", block_size)
-    _require(math.isfinite(options["beta"]), "beta", "finite", options["beta"])
+    _require(-math.inf < options["beta"] < math.inf, "beta", "finite", options["beta"])
     _require(top_p is None or 0 < top_p <= 1, "top_p", "in (0, 1]", top_p)
-    _require(
-        0 <= options["min_density"] <= density, "min_density", f"in [0, density={density}]", options["min_density"]
-    )
+    if not 0 <= options["min_density"] <= density:
+        raise UserInputError(f"min_density must be in [0, density={density}], got {options['min_density']!r}")
     known = isinstance(compensate, str) and compensate in _COMPENSATIONS
     _require(known, "compensate", '"none" or "centroid"', compensate)
     if score == "residual" and top_p is not None:
         raise UserInputError(f'top_p needs a score that predicts mass, "moments" or "halfk", got score={score!r}')
-    _require(scale is None or (scale > 0 and math.isfinite(scale)), "scale", "finite and above 0, or None", scale)
+    _require(scale is None or 0 < scale < math.inf, "scale", "finite and above 0, or None", scale)
     prefix, suffix = options["text_prefix"], options["text_suffix"]
     for name, count in (("text_prefix", prefix), ("text_suffix", suffix)):
         _require(count >= 0, name, "at least 0", count)

@@ -79,11 +79,11 @@ def token_orders(
         `TokenOrders`; with a tensor of ids both permutations are (B, H, L).
 
     Raises:
-        UserInputError: unknown order, wrong grid, bad window (not checked while compiling).
+        UserInputError: unknown order, wrong grid, bad window. Ids of a tensor are looked at on a CPU alone, by compiled
+            code when it runs.
     """
     orders = normalise_orders(orders)
-    if not torch.compiler.is_compiling():
-        _check_orders(query, key, grid_thw, orders, block_size, window)
+    _check_orders(query, key, grid_thw, orders, block_size, window)
     length = key.shape[2]
     window = default_window(length, block_size) if window is None else window
     if isinstance(orders, str):
@@ -162,11 +162,6 @@ def _check_orders(
         if query.shape[2] != key.shape[2]:
             lengths = f"query {query.shape[2]} and key {key.shape[2]}"
             raise UserInputError(f"orders per head need as many queries as keys, got {lengths} tokens")
-        if orders.device.type == "cpu":  # elsewhere the look-up of the table fails on the device; no sync for a check
-            allowed = [i for i, name in enumerate(CANDIDATE_ORDERS) if grid_thw is not None or name not in NEEDS_GRID]
-            wrong = [order for order in orders.tolist() if order not in allowed]
-            if wrong:
-                raise UserInputError(f"orders must hold ids of {allowed} (grid_thw={grid_thw}), got {wrong[0]}")
     if grid_thw is not None:
         product = math.prod(check_grid(grid_thw))
         for name, tokens in (("query", query), ("key", key)):
@@ -229,8 +224,14 @@ def _head_orders_op(
 ) -> torch.Tensor:
     """Permutations of the queries and of the keys, (2, B, H, L), contiguous."""
     table = _table(frames, height, width, key.device)
-    if orders.device.type == "cpu":  # reading it makes nobody wait
-        return _sort_known_heads(query, key, orders.tolist(), table, window, descending, fused)
+    if orders.device.type == "cpu":  # reading it makes nobody wait; elsewhere a wrong id fails on the device
+        ids = orders.tolist()
+        allowed = [i for i, name in enumerate(CANDIDATE_ORDERS) if frames or name not in NEEDS_GRID]
+        wrong = [order for order in ids if order not in allowed]
+        if wrong:
+            of_grid = (frames, height, width) if frames else None
+            raise UserInputError(f"orders must hold ids of {allowed} (grid_thw={of_grid}), got {wrong[0]}")
+        return _sort_known_heads(query, key, ids, table, window, descending, fused)
     return _sort_all_heads(query, key, orders, table, window, descending)
 
 

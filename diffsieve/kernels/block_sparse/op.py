@@ -33,9 +33,9 @@ def block_sparse_attention(
     """Attention of each block of queries over its list of key blocks, renormalised over what is kept.
 
     Differentiable once in query, key and value, through the output and the log-sum-exp. Works inside
-    `torch.compile(fullgraph=True)`; autocast changes nothing. Lists on the CPU are checked entry by entry; on other
-    devices that would stall the stream, so out-of-range entries are clamped there (nothing outside the tensors is read)
-    and lists that are not ascending give undefined values.
+    `torch.compile(fullgraph=True)`; autocast changes nothing. Eager calls on a CPU check the lists entry by entry; on
+    other devices that would stall the stream and compiled code has no values to look at, so out-of-range entries are
+    clamped there (nothing outside the tensors is read) and lists that are not ascending give undefined values.
 
     Args:
         query: `(B, H, Lq, D)`, floating point, any strides.
@@ -57,8 +57,7 @@ def block_sparse_attention(
         UserInputError: an argument has a wrong type, shape, dtype, device or range, or a tangent (forward mode).
         BackendUnavailableError: the named backend cannot run these inputs here.
     """
-    if not torch.compiler.is_compiling():
-        _validate(query, key, value, block_index, block_count, block_size, scale, backend)
+    _validate(query, key, value, block_index, block_count, block_size, scale, backend)
     check_no_tangents("block_sparse_attention", query, key, value)
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -101,7 +100,7 @@ def _validate(
             refuse(name, "int32", dtype_name(x.dtype))
         if x.device != device:
             refuse(name, f"on {device} like query", x.device)
-    if device.type == "cpu":
+    if device.type == "cpu" and not torch.compiler.is_compiling():
         _validate_lists(block_index, block_count, n_k)
 
 
