@@ -84,7 +84,7 @@ def test_calibration(compensate, backend, monkeypatch):
     with FakeTensorMode():
         inputs = [on_a_gpu(2, LENGTH + 20, heads, 64).transpose(1, 2) for heads in (HEADS, 2, 2)]
         with NoWait():
-            errors = _calibrate_op._init_fn(*inputs, *options)
+            errors = _calibrate_op._init_fn(*inputs, None, *options)
     assert (errors.shape, errors.dtype) == ((HEADS, len(CANDIDATE_ORDERS)), torch.float32)
 
 
