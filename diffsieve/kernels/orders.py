@@ -5,6 +5,7 @@ the raster index of the i-th token, so that `tokens[order]` is the reordered seq
 that is no power of two is cut out of the smallest cube that is, and its points are ranked by their key in that cube.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -92,7 +93,7 @@ def inverse_order(order: torch.Tensor) -> torch.Tensor:
 
 def check_grid(grid_thw: Grid) -> Grid:
     """Return `grid_thw` as a tuple, or raise a `UserInputError` where it is not three positive integers."""
-    sizes = tuple(grid_thw)
+    sizes = tuple(grid_thw) if isinstance(grid_thw, Sequence) else ()
     if len(sizes) != 3 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise UserInputError(f"grid_thw must be three positive integers (frames, height, width), got {grid_thw!r}")
     return sizes

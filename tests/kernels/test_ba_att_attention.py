@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from diffsieve import BackendUnavailableError, UserInputError
-from diffsieve.kernels.ba_att import CANDIDATE_ORDERS, ba_attention, block_mask
+from diffsieve.kernels.ba_att import CANDIDATE_ORDERS, CustomSelection, TokenOrders, ba_attention, block_mask
 from diffsieve.kernels.ba_att import attention as room
 from diffsieve.kernels.ba_att.centroids import add_centroids
 from diffsieve.kernels.ba_att.reference import ba_attention_reference
@@ -349,6 +349,28 @@ def test_bad_tensors(generator):
     for inputs, message in cases:
         with pytest.raises(UserInputError, match=message):
             ba_attention(*inputs, **GOOD)
+
+
+def test_orders_and_selections_from_outside_that_do_not_fit(generator):
+    inputs = qkv(generator, 450)
+
+    def call(query, key=None, **options):
+        custom = CustomSelection(order=lambda *_: TokenOrders(query, key))
+        return ba_attention(*inputs, custom=custom, **GOOD, **options)
+
+    for perm, message in (
+        (torch.arange(10), r"custom.order: query must be int64 of shape \(450,\) or \(2, 3, 450\), got .* \(10,\)"),
+        (torch.arange(450).int(), "custom.order: query must be int64 .* got torch.int32"),
+        (torch.zeros(450).long(), "custom.order: query must hold each of 0 to 449 once"),
+    ):
+        with pytest.raises(UserInputError, match=message):
+            call(perm)
+        with pytest.raises(UserInputError, match=message.replace("query", "key")):
+            call(None, perm)
+    assert call(torch.arange(450).flip(0)).isfinite().all()
+    custom = CustomSelection(select=lambda *_, **__: (torch.zeros(2, 3, 15, 1, dtype=torch.int32), None))
+    with pytest.raises(UserInputError, match=r"top_p must be None beside a custom selection, .* got 0.5"):
+        ba_attention(*inputs, custom=custom, top_p=0.5, **GOOD)
 
 
 def test_named_backend_never_falls_back(generator):

@@ -208,10 +208,24 @@ def test_default_window(length, block, window):
             r"window must be a positive multiple of block_size \(32\), got 48",
         ),
         ({"orders": "hilbert_window", "window": 0}, "window must be a positive multiple"),
+        ({"orders": "hilbert_window", "window": "64"}, "window must be a whole number of tokens or None, got '64'"),
+        ({"orders": "hilbert_window", "block_size": 0}, "block_size must be a whole number >= 1, got 0"),
+        ({"orders": "hilbert_window", "block_size": 32.0}, "block_size must be a whole number >= 1, got 32.0"),
+        ({"orders": "hilbert", "grid_thw": 450}, "grid_thw must be three positive integers .* got 450"),
+        ({"orders": torch.tensor([0, 1, -1])}, "orders must hold ids of .* got -1"),
+        (
+            {"orders": torch.tensor([0, 1, 2], device="meta")},
+            "orders must hold values, got a tensor on the device meta",
+        ),
+        ({"orders": 3}, "orders must be a name, a tensor of ids, or a sequence of either, got 3"),
+        ({"orders": [[0], [1], [2]]}, r"orders must hold names of .* got \[0\]"),
+        ({"orders": [True, 0, 1]}, "orders must hold names of .* got True"),
+        ({"orders": "raster", "key": torch.ones(1, 2, 450, 4)}, r"key must be of shape \(.*, a divisor of 3, Lk, .*\)"),
+        ({"orders": "raster", "query": torch.ones(3, 450, 4)}, r"query must be 4-dimensional, got \(3, 450, 4\)"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(str(v) for v in value.values()),
 )
 def test_bad_input(options, message, generator):
     tokens = heads(generator)
     with pytest.raises(UserInputError, match=message):
-        token_orders(tokens, tokens, **{"grid_thw": GRID, "block_size": 32, **options})
+        token_orders(**{"query": tokens, "key": tokens, "grid_thw": GRID, "block_size": 32, **options})

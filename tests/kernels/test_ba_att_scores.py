@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from diffsieve import UserInputError
 from diffsieve.kernels.ba_att import BlockStatistics, block_scores, block_statistics, halfk_scores, residual_scores
 from diffsieve.kernels.ba_att.reference import scores_of_head
-from diffsieve.kernels.ba_att.scores import _tf32_part, matmul_split
+from diffsieve.kernels.ba_att.scores import _tf32_part, matmul_split, score_blocks
 
 PAPER = {"beta": 1.0, "center_keys": False, "log_count": False}
 PLAIN = {"center_keys": False, "log_count": False}
@@ -211,3 +212,24 @@ def test_residual_is_the_log_of_mass_times_relative_spread(gain, generator):
     got = residual_scores(*statistics)
     assert got.isfinite().all()
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("score", ["moments", "residual", "halfk"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": float("nan")}, "beta must be finite, got nan"),
+        ({"scale": -1.0}, "scale must be finite and above 0, or None, got -1.0"),
+        ({"scale": float("inf")}, "scale must be finite and above 0, or None, got inf"),
+        ({"key": (1, 3, 40, 8)}, r"key must be of shape \(1, a divisor of 2, Nk, 8\), got \(1, 3, 5, 8\)"),
+        ({"key": (1, 2, 40, 4)}, r"key must be of shape \(1, a divisor of 2, Nk, 8\), got \(1, 2, 5, 4\)"),
+        ({"key": None}, "key must be BlockStatistics, got NoneType"),
+    ],
+)
+def test_scores_refuse(score, options, message):
+    how = {"beta": 0.5, "scale": 0.1, "center_keys": True, "log_count": True, "second_order": True} | options
+    shape = how.pop("key", (1, 2, 40, 8))
+    query, tokens = torch.ones(1, 2, 40, 8), torch.ones(shape or (1, 2, 40, 8))
+    key = None if shape is None else block_statistics(tokens, 8)
+    with pytest.raises(UserInputError, match=message):
+        score_blocks(score, block_statistics(query, 8), key, tokens, 8, **how)

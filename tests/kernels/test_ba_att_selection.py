@@ -1,8 +1,11 @@
 """Step 6 of BA-Att: top-k and top-p over block scores."""
 
+import re
+
 import pytest
 import torch
 
+from diffsieve import UserInputError
 from diffsieve.kernels.ba_att import block_mask, kept_blocks, select_blocks, select_blocks_top_p
 from diffsieve.kernels.ba_att.reference import select_row, select_row_top_p
 
@@ -100,3 +103,29 @@ def test_block_mask_ignores_entries_past_the_count():
     count = torch.tensor([2, 0], dtype=torch.int32)
     assert block_mask(index, count, 4).int().tolist() == [[1, 0, 1, 0], [0, 0, 0, 0]]
     assert block_mask(index, None, 4).int().tolist() == [[1, 0, 1, 1], [0, 1, 1, 1]]
+
+
+SCORES = torch.zeros(1, 2, 3, 15)
+
+
+@pytest.mark.parametrize("kept", [0, -1, 16, 2.0, True, None])
+def test_numbers_of_blocks_that_there_are_not(kept):
+    with pytest.raises(UserInputError, match=re.escape(f"kept must be a whole number in [1, 15], got {kept}")):
+        select_blocks(SCORES, kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"p": 0}, "p must be in (0, 1], got 0"),
+        ({"p": 1.5}, "p must be in (0, 1], got 1.5"),
+        ({"p": float("nan")}, "p must be in (0, 1], got nan"),
+        ({"max_blocks": 16}, "max_blocks must be a whole number in [1, 15], got 16"),
+        ({"p": 1, "max_blocks": 0}, "max_blocks must be a whole number in [1, 15], got 0"),
+        ({"min_blocks": 0}, "min_blocks must be a whole number in [1, 15], got 0"),
+        ({"min_blocks": 4, "max_blocks": 3}, "min_blocks must be a whole number in [1, 3], got 4"),
+    ],
+)
+def test_top_p_refuses(options, message):
+    with pytest.raises(UserInputError, match=re.escape(message)):
+        select_blocks_top_p(SCORES, **{"p": 0.5} | options)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from diffsieve import UserInputError
 from diffsieve.kernels.ba_att import block_statistics
 from diffsieve.kernels.ba_att.reference import statistics_of_head
 from diffsieve.kernels.ba_att.statistics import block_means
@@ -60,3 +61,17 @@ def test_heads_are_independent_of_how_they_are_chunked(generator, monkeypatch):
     whole = block_statistics(tokens, 64)
     monkeypatch.setattr("diffsieve.kernels.ba_att.statistics._CHUNK_CPU", 2 * 300 * 16)
     assert torch.equal(block_statistics(tokens, 64).variance, whole.variance)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "message"),
+    [
+        (torch.ones(1, 2, 40, 8), 0, "block_size must be a whole number >= 1, got 0"),
+        (torch.ones(1, 2, 40, 8), 8.0, "block_size must be a whole number >= 1, got 8.0"),
+        (torch.ones(2, 40, 8), 8, r"tokens must be 4-dimensional, got \(2, 40, 8\)"),
+        (torch.ones(1, 2, 0, 8), 8, r"tokens must be not empty, got \(1, 2, 0, 8\)"),
+    ],
+)
+def test_statistics_refuse(tokens, block_size, message):
+    with pytest.raises(UserInputError, match=message):
+        block_statistics(tokens, block_size)

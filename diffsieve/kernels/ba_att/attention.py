@@ -14,7 +14,7 @@ import torch
 from ..autocast import without_autocast
 from ..block_sparse import block_sparse_attention, choose_backend
 from .centroids import add_centroids, add_skipped_fused
-from .checks import check_arguments
+from .checks import check_arguments, check_custom_order
 from .custom import CustomSelection
 from .fused import fuses, gather_with_means, gather_with_statistics, scatter_tokens
 from .fused_selection import list_blocks_fused, score_blocks_fused, selects
@@ -118,7 +118,7 @@ def ba_attention(
         return_info: also return `BAAttInfo`.
         timer: gives a context manager to run a part of the call in: "selection" (order to selection; again to undo the
             order) or "attention". Eager mode only.
-        custom: an order or a selection in place of the method's own; not with `top_p`.
+        custom: an order or a selection in place of the method's own; a selection not with `top_p`.
 
     Returns:
         (B, H, L, D) in the dtype of `query`, and `BAAttInfo` if asked for.
@@ -165,6 +165,7 @@ def ba_attention(
     with stage("selection"):
         if custom is not None and custom.order is not None:
             order = custom.order(video_query.detach(), video_key.detach(), grid_thw)
+            check_custom_order(order, video_query, video_key)
         else:
             order = token_orders(
                 video_query.detach(),

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diffsieve.errors import UserInputError
 
 from ..block_sparse import BACKENDS, MAX_BLOCK_SIZE
 from .custom import CustomSelection
+from .ordering import TokenOrders
 from .scores import SCORES
 
 _FLAGS = ("center_keys", "log_count", "descending", "second_order", "return_info")
@@ -36,6 +38,21 @@ def check_arguments(query: Any, key: Any, value: Any, **options: Any) -> None:
     _check_tensors(query, key, value)
     _check_types(options)
     _check_ranges(options, query.shape[2])
+
+
+def check_custom_order(order: TokenOrders, query: Tensor, key: Tensor) -> None:
+    """Raise a `UserInputError` unless an order from outside fits. Its values are read in eager calls on a CPU."""
+    for name, perm, tokens in (("query", order.query, query), ("key", order.key, key)):
+        if perm is None:
+            continue
+        length, shapes = tokens.shape[2], ((tokens.shape[2],), tuple(query.shape[:3]))
+        if perm.dtype != torch.int64 or tuple(perm.shape) not in shapes:
+            expected = f"must be int64 of shape {shapes[0]} or {shapes[1]}"
+            raise UserInputError(f"custom.order: {name} {expected}, got {perm.dtype} of shape {tuple(perm.shape)}")
+        if perm.device.type != "cpu" or torch.compiler.is_compiling():
+            continue  # elsewhere that would stall the stream
+        if not bool((perm.sort(dim=-1).values == torch.arange(length)).all()):
+            raise UserInputError(f"custom.order: {name} must hold each of 0 to {length - 1} once")
 
 
 def _check_tensors(query: Any, key: Any, value: Any) -> None:
@@ -102,6 +119,9 @@ def _check_ranges(options: Mapping[str, Any], tokens: int) -> None:
     _require(known, "compensate", '"none" or "centroid"', compensate)
     if score == "residual" and top_p is not None:
         raise UserInputError(f'top_p needs a score that predicts mass, "moments" or "halfk", got score={score!r}')
+    custom = options["custom"]
+    if custom is not None and custom.select is not None and top_p is not None:
+        raise UserInputError(f"top_p must be None beside a custom selection, which would replace it, got {top_p}")
     _require(scale is None or 0 < scale < math.inf, "scale", "finite and above 0, or None", scale)
     prefix, suffix = options["text_prefix"], options["text_suffix"]
     for name, count in (("text_prefix", prefix), ("text_suffix", suffix)):

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from diffsieve.errors import UserInputError
+from diffsieve.errors import UserInputError, refuse
 
+from ..checks import check_4d
 from ..custom_ops import custom_op
 from ..orders import check_grid, frame_hilbert_order, hilbert_order, inverse_order, raster_order
 from . import forms
@@ -79,8 +80,8 @@ def token_orders(
         `TokenOrders`; with a tensor of ids both permutations are (B, H, L).
 
     Raises:
-        UserInputError: unknown order, wrong grid, bad window. Ids of a tensor are looked at on a CPU alone, by compiled
-            code when it runs.
+        UserInputError: an argument has a wrong type or is out of its range, or shapes do not fit. Ids of a tensor are
+            looked at on a CPU alone, by compiled code when it runs.
     """
     orders = normalise_orders(orders)
     _check_orders(query, key, grid_thw, orders, block_size, window)
@@ -124,6 +125,8 @@ def normalise_orders(orders: Orders) -> str | torch.Tensor:
     """Reduce `orders` to a name (all heads alike) or an id tensor (H,)."""
     if isinstance(orders, str | torch.Tensor):
         return orders
+    if not isinstance(orders, Sequence):
+        raise UserInputError(f"orders must be a name, a tensor of ids, or a sequence of either, got {orders!r}")
     names = [order if isinstance(order, str) else CANDIDATE_ORDERS[order] for order in _checked_entries(orders)]
     if len(set(names)) == 1:
         return names[0]
@@ -133,7 +136,7 @@ def normalise_orders(orders: Orders) -> str | torch.Tensor:
 def _checked_entries(orders: Sequence[int | str]) -> Sequence[int | str]:
     valid = {*CANDIDATE_ORDERS, *range(len(CANDIDATE_ORDERS))}
     for order in orders:
-        if order not in valid:
+        if type(order) not in (int, str) or order not in valid:
             raise UserInputError(f"orders must hold names of {CANDIDATE_ORDERS} or their ids, got {order!r}")
     if not orders:
         raise UserInputError("orders must hold one entry per head, got none")
@@ -148,6 +151,15 @@ def _check_orders(
     block_size: int,
     window: int | None,
 ) -> None:
+    check_4d(("query", query), ("key", key))
+    batch, heads, _, dim = query.shape
+    key_batch, key_heads, _, key_dim = key.shape
+    if (key_batch, key_dim) != (batch, dim) or heads % key_heads:
+        refuse("key", f"of shape ({batch}, a divisor of {heads}, Lk, {dim})", tuple(key.shape))
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        refuse("block_size", "a whole number >= 1", repr(block_size))
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        refuse("window", "a whole number of tokens or None", repr(window))
     if window is not None and (window < 1 or window % block_size):
         raise UserInputError(f"window must be a positive multiple of block_size ({block_size}), got {window}")
     if isinstance(orders, str):
@@ -162,6 +174,8 @@ def _check_orders(
         if query.shape[2] != key.shape[2]:
             lengths = f"query {query.shape[2]} and key {key.shape[2]}"
             raise UserInputError(f"orders per head need as many queries as keys, got {lengths} tokens")
+        if orders.device.type == "meta" != query.device.type:
+            raise UserInputError("orders must hold values, got a tensor on the device meta")
     if grid_thw is not None:
         product = math.prod(check_grid(grid_thw))
         for name, tokens in (("query", query), ("key", key)):

@@ -13,8 +13,11 @@ lie apart. For one query the logits of a block have the variance Sigma = scale²
 distributed, the standard deviation of the weights e^x would be their mean times sqrt(e^Sigma - 1): `residual_scores`.
 """
 
+import math
+
 import torch
 
+from ...errors import refuse
 from ..autocast import without_autocast
 from .statistics import BlockStatistics, split_blocks
 
@@ -50,7 +53,11 @@ def block_scores(
 
     Returns:
         (B, H, Nq, Nk), fp32 (fp64 for fp64 statistics).
+
+    Raises:
+        UserInputError: the statistics do not fit, `beta` is not finite, or `scale` not finite and above 0.
     """
+    _check(query, key, beta, scale)
     scale = query.mean.shape[-1] ** -0.5 if scale is None else scale
     key_mean = key.mean - mean_key(key) if center_keys else key.mean
     left, right = query.mean * scale, key_mean
@@ -94,6 +101,7 @@ def halfk_scores(
     Returns:
         (B, H, Nq, Nk), fp32 (fp64 for fp64 statistics).
     """
+    _check(query, key, beta, scale)
     batch, heads, num_query, dim = query.mean.shape
     scale = dim**-0.5 if scale is None else scale
     group = heads // key_tokens.shape[1]
@@ -141,6 +149,7 @@ def residual_scores(
     Returns:
         (B, H, Nq, Nk), fp32 (fp64 for fp64 statistics).
     """
+    _check(query, key, beta, scale)
     scale = query.mean.shape[-1] ** -0.5 if scale is None else scale
     # Sigma is part of the variance in `block_scores`: Vq·(Km² + Vk) + Qm²·Vk = Vq·Km² + (Qm² + Vq)·Vk.
     second_moment = (query.mean.square() + query.variance) * scale**2
@@ -202,6 +211,21 @@ def mean_key(key: BlockStatistics) -> torch.Tensor:
     """Return the mean of all keys from the block means, (B, Hkv, 1, D)."""
     share = key.size / key.size.sum()
     return (key.mean * share[:, None]).sum(dim=2, keepdim=True)
+
+
+def _check(query: BlockStatistics, key: BlockStatistics, beta: float, scale: float | None) -> None:
+    for name, statistics in (("query", query), ("key", key)):
+        if not isinstance(statistics, BlockStatistics):
+            refuse(name, "BlockStatistics", type(statistics).__name__)
+    batch, heads, _, dim = query.mean.shape
+    key_batch, key_heads, _, key_dim = key.mean.shape
+    if (key_batch, key_dim) != (batch, dim) or heads % key_heads:
+        refuse("key", f"of shape ({batch}, a divisor of {heads}, Nk, {dim})", tuple(key.mean.shape))
+    # `math.isfinite` cannot be traced where the compiler takes a number for a variable.
+    if not -math.inf < beta < math.inf:
+        refuse("beta", "finite", beta)
+    if scale is not None and not 0 < scale < math.inf:
+        refuse("scale", "finite and above 0, or None", scale)
 
 
 def _expand_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:

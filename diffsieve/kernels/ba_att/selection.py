@@ -1,6 +1,10 @@
 """Step 6 of BA-Att: which key blocks each query block keeps."""
 
+from typing import Any
+
 import torch
+
+from ...errors import refuse
 
 __all__ = ["block_mask", "kept_blocks", "select_blocks", "select_blocks_top_p", "skipped_blocks"]
 
@@ -20,8 +24,12 @@ def select_blocks(scores: torch.Tensor, kept: int) -> torch.Tensor:
 
     Returns:
         int32 (..., kept), ascending.
+
+    Raises:
+        UserInputError: `kept` is out of its range.
     """
     num_blocks = scores.shape[-1]
+    _check_count("kept", kept, 1, num_blocks)
     if kept == num_blocks:
         return torch.arange(num_blocks, dtype=torch.int32, device=scores.device).expand(scores.shape).contiguous()
     best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :kept]
@@ -39,15 +47,22 @@ def select_blocks_top_p(
     Args:
         scores: (..., Nk). Equal scores: the lower index wins.
         p: mass to reach, in (0, 1]; 1 keeps `max_blocks`.
-        min_blocks: lower bound of the count, at least 1.
-        max_blocks: upper bound of the count, default Nk.
+        min_blocks: lower bound of the count, in [1, max_blocks].
+        max_blocks: upper bound of the count, in [1, Nk], default Nk.
 
     Returns:
         index: int32 (..., max_blocks), ascending; entries from `count` on repeat the last block and are to be ignored.
         count: int32 (...), blocks kept.
+
+    Raises:
+        UserInputError: `p` or a bound is out of its range.
     """
     num_blocks = scores.shape[-1]
     max_blocks = num_blocks if max_blocks is None else max_blocks
+    _check_count("max_blocks", max_blocks, 1, num_blocks)
+    _check_count("min_blocks", min_blocks, 1, max_blocks)
+    if not 0 < p <= 1:
+        refuse("p", "in (0, 1]", p)
     if p >= 1:
         index = select_blocks(scores, max_blocks)
         return index, torch.full(scores.shape[:-1], max_blocks, dtype=torch.int32, device=scores.device)
@@ -60,6 +75,11 @@ def select_blocks_top_p(
     index = torch.where(position < count[..., None], ranked.indices[..., :max_blocks], num_blocks)
     index = index.sort(dim=-1).values.clamp(max=num_blocks - 1)
     return index.to(torch.int32), count.to(torch.int32)
+
+
+def _check_count(name: str, count: Any, low: int, high: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or not low <= count <= high:
+        refuse(name, f"a whole number in [{low}, {high}]", repr(count))
 
 
 def block_mask(block_index: torch.Tensor, block_count: torch.Tensor | None, num_blocks: int) -> torch.Tensor:

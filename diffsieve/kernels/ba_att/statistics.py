@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 import torch
 
+from ...errors import refuse
+from ..checks import check_4d
+
 __all__ = ["BlockStatistics", "block_means", "block_sizes", "block_statistics"]
 
 # Elements centred at a time in eager mode, whole heads: on a CPU the copy stays in the cache, elsewhere within 256 MiB.
@@ -35,7 +38,13 @@ def block_statistics(tokens: torch.Tensor, block_size: int) -> BlockStatistics:
 
     Returns:
         `BlockStatistics` of N = ceil(L / block_size) blocks.
+
+    Raises:
+        UserInputError: `tokens` is no tensor of four axes with elements, or `block_size` no whole number >= 1.
     """
+    check_4d(("tokens", tokens))
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        refuse("block_size", "a whole number >= 1", repr(block_size))
     mean = block_means(tokens, block_size)
     at_once = heads_at_once(tokens)
     chunks = zip(tokens.split(at_once, dim=1), mean.split(at_once, dim=1), strict=True)
