@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +87,8 @@ class BenchConfig:
         for sparsity in self.sparsities:
             if not 0 <= sparsity < 1:
                 raise UserInputError(f"sparsity must be in [0, 1), got {sparsity}")
-        if not self.budget_ms > 0:
-            raise UserInputError(f"budget_ms must be above 0, got {self.budget_ms}")
+        if not 0 < self.budget_ms < math.inf:
+            raise UserInputError(f"budget_ms must be finite and above 0, got {self.budget_ms}")
 
     @property
     def on_gpu(self) -> bool:
@@ -105,7 +106,7 @@ def parse_grid(text: str) -> Grid:
         UserInputError: not of that form.
     """
     parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
         raise UserInputError(f"grid must be FRAMESxHEIGHTxWIDTH in tokens, such as 21x45x80, got {text!r}")
     frames, height, width = map(int, parts)
     return frames, height, width

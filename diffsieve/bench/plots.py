@@ -116,8 +116,8 @@ def _speedup_plot(title: str, where: str, rows: Rows, label: Callable[[Mapping[s
     return line_plot(title, where, lines, x, y)
 
 
-def _time(title: str, where: str, lines: Sequence[Line], rows: Rows) -> Image.Image:
-    return line_plot(title, where, lines, _tokens_axis(rows), Axis("ms"))
+def _time(title: str, where: str, lines: Sequence[Line], rows: Rows) -> Image.Image | None:
+    return line_plot(title, where, lines, _tokens_axis(rows), Axis("ms")) if lines else None
 
 
 def _keep(images: Mapping[str, Image.Image | None]) -> dict[str, Image.Image]:

@@ -52,6 +52,14 @@ def test_rows_without_a_figure_are_not_drawn(tmp_path):
     assert draw_plots({**results, "rows": rows[1:]}, tmp_path) == []
 
 
+@pytest.mark.parametrize("operation", ["block-sparse", "ba-att"])
+def test_dense_rows_alone_are_not_drawn(operation, tmp_path):
+    row = {"problem": "p", "name": "dense", "tokens": 256, "method": "dense", "sparsity": None, "peer": True, "ms": 1.0}
+    results = {"operation": operation, "device": "a CPU", "versions": {"torch": "2"},
+               "settings": {"dtype": "float32"}, "rows": [{**row, "ok": True}]}  # fmt: skip
+    assert draw_plots(results, tmp_path) == []
+
+
 def test_lines_hold_the_measured_points_in_order():
     rows = [{"tokens": 9, "ms": 3.0}, {"tokens": 4, "ms": 2.0, "graph_ms": 1.0}]
     assert _over_tokens(rows, lambda row: "x") == [Line("x", [(4, 1.0), (9, 3.0)])]
@@ -77,7 +85,7 @@ def test_bars():
     assert image.width == 900
 
 
-@pytest.mark.parametrize("text", ["21x45", "21x45x80x1", "axbxc", "21x-4x80"])
+@pytest.mark.parametrize("text", ["21x45", "21x45x80x1", "axbxc", "21x-4x80", "²x45x80"])
 def test_wrong_grids(text):
     with pytest.raises(UserInputError, match="grid"):
         parse_grid(text)
