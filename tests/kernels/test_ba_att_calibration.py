@@ -78,6 +78,15 @@ def test_dense_attention_that_is_given_is_what_errors_are_measured_against(gener
     torch.testing.assert_close(errors, torch.ones(2, 5), rtol=1e-3, atol=0)
 
 
+def test_dense_attention_may_be_of_the_dtype_of_autocast(generator):
+    query, key, value = (torch.randn(1, 2, 450, 8, generator=generator) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        dense = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        errors = calibrate_orders(query, key, value, dense=dense, **MAKE)
+    assert dense.dtype == torch.bfloat16
+    torch.testing.assert_close(errors, calibrate_orders(query, key, value, **MAKE), rtol=0.05, atol=1e-4)
+
+
 def test_shared_key_heads(generator):
     query = torch.randn(1, 4, 450, 8, generator=generator)
     key, value = (torch.randn(1, 2, 450, 8, generator=generator) for _ in range(2))
@@ -211,6 +220,7 @@ def test_nan_does_not_hang(broken, generator):
         ({"window": 40}, "window must be a positive multiple"),
         ({"dense": torch.zeros(1, 2, 449, 8)}, r"dense must have the shape of query, \(1, 2, 450, 8\)"),
         ({"dense": torch.zeros(1, 2, 450, 8), "text_suffix": 5}, "with 0 and 5 text tokens"),
+        ({"dense": torch.zeros(1, 2, 450, 8, device="meta")}, "dense must be on cpu like query, got meta"),
     ],
 )
 def test_bad_input(options, message, generator):

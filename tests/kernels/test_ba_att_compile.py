@@ -88,7 +88,7 @@ WRONG_CALL = [
 WRONG_CALIBRATION = [
     ({"probe_blocks": 0}, "probe_blocks must be at least 1, a whole number, or None, got 0"),
     ({"dense": torch.ones(1, 4, 449, 16)}, "dense must have the shape of query, (1, 4, 450, 16)"),
-    ({"dense": torch.ones(1, 4, 450, 16).double()}, "dense must be torch.float32 on cpu like query, got torch.float64"),
+    ({"dense": "all"}, "dense must be a tensor or None, got str"),
 ]
 
 

@@ -70,7 +70,8 @@ def calibrate_orders(
         query: (B, H, L, D), after RoPE.
         key: (B, Hkv, L, D), after RoPE.
         value: (B, Hkv, L, D).
-        dense: (B, H, L, D), dense attention of these tensors, where the caller has it; without text tokens alone.
+        dense: (B, H, L, D), dense attention of these tensors, where the caller has it; without text tokens alone. Of
+            any floating dtype: under autocast PyTorch's is not that of the tensors.
         probe_blocks: query blocks measured per candidate, at least 1; by default 32, but at most a quarter of them.
         text_prefix: text tokens before the video tokens; left out of the measurement, as are
         text_suffix: text tokens after the video tokens.
@@ -143,9 +144,8 @@ def _check_dense(dense: Any, query: torch.Tensor, text_prefix: int, text_suffix:
             f"dense must have the shape of query, {tuple(query.shape)}, and no text tokens beside the video, got "
             f"{tuple(dense.shape)} with {text_prefix} and {text_suffix} text tokens"
         )
-    if dense.dtype != query.dtype or dense.device != query.device:
-        expected, got = (f"{x.dtype} on {x.device}" for x in (query, dense))
-        raise UserInputError(f"dense must be {expected} like query, got {got}")
+    if dense.device != query.device:
+        raise UserInputError(f"dense must be on {query.device} like query, got {dense.device}")
 
 
 def choose_orders(errors: torch.Tensor, tie_margin: float = 0.02) -> torch.Tensor:
