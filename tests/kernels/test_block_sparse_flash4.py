@@ -124,6 +124,13 @@ def test_says_why_it_cannot_run(change, capability, message, monkeypatch):
 
 
 @pytest.mark.usefixtures("stand_in")
+def test_keys_that_are_too_large_are_seen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    with pytest.raises(BackendUnavailableError, match=r"needs tensors of less than 2\^31 elements, got 2147483648"):
+        choose_backend(gpu_query(), gpu_query(shape=(1, 16, 2**20, 128)), block_size=128, backend="flash4")
+
+
+@pytest.mark.usefixtures("stand_in")
 def test_runs_by_name_on_a_hopper_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     choice = choose_backend(gpu_query(), gpu_query(), block_size=128, backend="flash4")

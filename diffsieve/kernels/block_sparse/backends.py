@@ -46,17 +46,17 @@ def choose_backend(query: Tensor, key: Tensor, *, block_size: int, backend: str 
     if backend not in BACKENDS:
         raise UserInputError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
-        return _choose_for(query, block_size)
+        return _choose_for(query, key, block_size)
     if backend in ("reference", "torch"):
         return BackendChoice(backend, "asked for by name")
-    obstacle = _obstacle(backend, query, block_size)
+    obstacle = _obstacle(backend, query, key, block_size)
     if obstacle is not None:
         advice = "" if backend == "triton" else '; use backend="triton" or "auto"'
         raise BackendUnavailableError(f'backend="{backend}" {obstacle}{advice}')
     return BackendChoice(backend, "asked for by name")
 
 
-def _choose_for(query: Tensor, block_size: int) -> BackendChoice:
+def _choose_for(query: Tensor, key: Tensor, block_size: int) -> BackendChoice:
     """What "auto" takes: the fastest by measurements (see `rates`) of those that can run."""
     if query.device.type == "cpu":
         return BackendChoice("torch", "cpu tensors: triton needs a CUDA GPU")
@@ -70,7 +70,7 @@ def _choose_for(query: Tensor, block_size: int) -> BackendChoice:
     capability = torch.cuda.get_device_capability(query.device)
     passed_over = None
     for name in by_rate(capability, query.shape[-1], block_size):
-        obstacle = failure(name, query.device) or _obstacle(name, query, block_size)
+        obstacle = failure(name, query.device) or _obstacle(name, query, key, block_size)
         if obstacle is None:
             gpu = f"CUDA GPU sm_{capability[0]}{capability[1]}, {dtype_name(query.dtype)}, D {query.shape[-1]}"
             return BackendChoice(name, gpu if passed_over is None else f"{gpu}; {passed_over}", passed_over)
@@ -79,9 +79,10 @@ def _choose_for(query: Tensor, block_size: int) -> BackendChoice:
     return BackendChoice("torch", passed_over or "", passed_over)
 
 
-def _obstacle(name: str, query: Tensor, block_size: int) -> str | None:
-    find = {"triton": _triton_obstacle, "flash4": _flash4_obstacle}.get(name, _hopper_obstacle)
-    return find(query, block_size)
+def _obstacle(name: str, query: Tensor, key: Tensor, block_size: int) -> str | None:
+    if name == "flash4":
+        return _flash4_obstacle(query, key, block_size)
+    return _triton_obstacle(query, block_size) if name == "triton" else _hopper_obstacle(query, block_size)
 
 
 def _triton_obstacle(query: Tensor, block_size: int) -> str | None:
@@ -106,15 +107,16 @@ def _hopper_obstacle(query: Tensor, block_size: int) -> str | None:
     return GLUON_OBSTACLE
 
 
-def _flash4_obstacle(query: Tensor, block_size: int) -> str | None:
+def _flash4_obstacle(query: Tensor, key: Tensor, block_size: int) -> str | None:
     """Why FlashAttention-4 cannot run these inputs, or None."""
     obstacle = _no_hopper(query)
     if obstacle is not None:
         return obstacle
     if block_size not in (64, 128):
         return f"needs a block_size of 64 or 128, got {block_size}"
-    if query.numel() >= 2**31:
-        return f"needs tensors of less than 2^31 elements, got {query.numel()}"
+    for x in (query, key):
+        if x.numel() >= 2**31:
+            return f"needs tensors of less than 2^31 elements, got {x.numel()}"
     # The import of a package cannot be traced. The op is no traced code: it asks again when it runs.
     if torch.compiler.is_compiling():
         return None if _HAS_FLASH4 else "needs the package flash-attn-4, which is not installed"
