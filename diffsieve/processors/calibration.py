@@ -108,7 +108,7 @@ def _read_file(path: str) -> Mapping[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserInputError(f"orders: no such file: {path}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserInputError(f"orders: cannot read {path} as JSON: {error}") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
         raise UserInputError(f"orders: {path} must be a file written by save_orders (version {_VERSION})")

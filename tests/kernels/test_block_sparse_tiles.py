@@ -170,6 +170,7 @@ def test_a_process_keeps_the_tiles_that_it_began_with(cache_folder):
     "content",
     [
         "no JSON",
+        "[" * 100_000,
         "[]",
         '{"format": 2, "tiles": []}',
         '{"format": 1}',
@@ -182,7 +183,21 @@ def test_a_process_keeps_the_tiles_that_it_began_with(cache_folder):
         json.dumps({"format": 1, "tiles": [{"for": vars(KEY) | {"dim": 96}, "tile": vars(TILE)}]}),
         json.dumps({"format": 1, "tiles": [{"for": vars(KEY) | {"dtype": "float32"}, "tile": vars(TILE)}]}),
     ],
-    ids=["text", "list", "format", "no-tiles", "fields", "power", "block", "stages", "type", "key", "dim", "dtype"],
+    ids=[
+        "text",
+        "deep",
+        "list",
+        "format",
+        "no-tiles",
+        "fields",
+        "power",
+        "block",
+        "stages",
+        "type",
+        "key",
+        "dim",
+        "dtype",
+    ],
 )
 def test_a_damaged_file_is_said_and_left_out(content, cache_folder, caplog):
     cache_folder.mkdir()

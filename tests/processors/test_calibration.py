@@ -127,7 +127,9 @@ def test_wrong_tables(orders, message):
         _applied(tiny.wan_pipeline(), orders=orders)
 
 
-@pytest.mark.parametrize("content", ["{", '{"format": "other"}', "[1]"])
+@pytest.mark.parametrize(
+    "content", ["{", '{"format": "other"}', "[1]", "[" * 100_000], ids=["half", "other", "list", "deep"]
+)
 def test_wrong_files(tmp_path, content):
     path = tmp_path / "orders.json"
     path.write_text(content)

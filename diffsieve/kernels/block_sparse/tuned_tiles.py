@@ -59,6 +59,8 @@ def read_tiles(path: Path) -> dict[TileKey, TileConfig]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     try:
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']!r}, expected {_FORMAT}")
