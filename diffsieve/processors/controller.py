@@ -15,7 +15,7 @@ from .calibration import choose_all_orders
 from .clock import StepClock
 from .config import BAAttConfig
 from .crossover import Crossover, crossover
-from .dense import backend_of_dense_calls, may_replace
+from .dense import backend_of_dense_calls, chosen_backends, may_replace
 from .families import Family, Grid
 from .mailbox import ContextMailbox
 from .sites import PARALLEL_MESSAGE
@@ -60,7 +60,7 @@ class StepRecord:
         step: Step of the generation, from 0.
         reasons: Per layer, why it was to run dense, or None.
         counters: int64 (layers, len(COUNTERS)), on the device of the run.
-        dense_backend: Backend that was to do dense calls, None where the model's own processors were.
+        dense_backend: Backend that was to do dense calls, None where the model's own processors were to do all.
     """
 
     step: int
@@ -99,6 +99,7 @@ class SparseController:
         self._checked_sparse_step = False
         self._reasons: tuple[str | None, ...] = ()
         self._dense_backend: str | None = None
+        self._chosen_backends: tuple[Any, ...] = ()
         self._timer: StageTimer | None = None
         self._handle = watch_forwards(transformer)
 
@@ -149,7 +150,10 @@ class SparseController:
         new_step = new_generation or self.clock.step != self._step
         if new_step:
             self._start_step()
-        if new_step or shape != self._shape:
+        # Asked at every forward: whoever uses a transformer by itself may choose another between two of one step.
+        chosen_before = self._chosen_backends
+        self._chosen_backends = chosen_backends(layer.processor._original for layer in self.layers)
+        if new_step or shape != self._shape or self._chosen_backends != chosen_before:
             self._shape = shape
             self._set_flags(hidden_states)
 
@@ -178,7 +182,7 @@ class SparseController:
             self._check_first_sparse_step(self._records[-1])
             for layer in self.layers:
                 layer.processor._counters.zero_()
-        self._step = self.clock.step
+        self._step, self._dense_backend = self.clock.step, None
         if self._calibrating:
             for layer in self.layers:
                 layer.processor._order_errors.zero_()
@@ -242,11 +246,12 @@ class SparseController:
         calibrating = self._calibrating and reason == self._dense_reason
         if reason is None and self.config.calibrates and self.chosen is None:
             self._choose_orders()
-        dense_backend = self._dense_backend = backend_of_dense_calls(
-            self.transformer, hidden_states, tokens, self.config
-        )
+        free, dense_backend = self._chosen_backends[0] == "native", None
+        if free:
+            dense_backend = backend_of_dense_calls(self.transformer, hidden_states, tokens, self.config)
+        self._dense_backend = dense_backend or self._dense_backend  # of an earlier forward of this step
         for layer, why in zip(self.layers, self._reasons, strict=True):
-            plain = may_replace(self.family, layer.attn, layer.processor._original)
+            plain = free and may_replace(self.family, layer.attn, layer.processor._original)
             layer.processor._may_replace = plain
             layer.processor._dense_backend = dense_backend if plain else None
             layer.processor._sparse = why is None

@@ -1,10 +1,12 @@
 """Dense calls by our own kernel: when they are handed to it, and that the result stays the same."""
 
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -103,6 +105,44 @@ def test_a_chosen_backend_and_a_processor_of_ones_own_are_kept(calls):
     assert calls == []
 
 
+def test_a_backend_chosen_between_two_forwards_of_a_step_counts_at_once(calls):
+    model = tiny.transformer(LAYERS)
+    apply_sparse_attention(model, _config(warmup_steps=1))
+    inputs = torch.randn(1, 16, 3, 8, 8), torch.ones(1), torch.zeros(1, 4, 16)
+
+    def replaced():
+        calls.clear()
+        with torch.no_grad():
+            model(*inputs)
+        return len(calls)
+
+    assert replaced() == LAYERS
+    with attention_backend("_native_math"):
+        assert replaced() == 0
+    assert replaced() == LAYERS
+    model.set_attention_backend("native")  # of each layer: that of diffusers as a whole stays what it was
+    assert replaced() == 0
+    model.reset_attention_backend()
+    assert replaced() == LAYERS
+    assert sparsity_summary(model).dense_backends == {"hopper": 3 * LAYERS}, "one step, with five forwards"
+
+
+def test_diffusers_is_asked_once_a_forward(calls, monkeypatch):
+    asked, registry = [], attention_dispatch._AttentionBackendRegistry
+    ask = registry.get_active_backend
+
+    def count():
+        asked.append(sys._getframe(1).f_globals["__name__"])  # diffusers asks, too
+        return ask()
+
+    pipe = tiny.wan_pipeline(LAYERS)
+    apply_sparse_attention(pipe, _config())
+    monkeypatch.setattr(registry, "get_active_backend", count)
+    tiny.generate(pipe, steps=STEPS)
+    assert calls
+    assert asked.count(room.__name__) == BRANCHES * STEPS
+
+
 @pytest.mark.slow
 def test_it_compiles(calls):
     torch._dynamo.reset()
@@ -138,8 +178,6 @@ def test_what_is_asked_before_a_forward(monkeypatch):
         assert asked.call_args.args[1] == 75_600
         assert asked.call_args.kwargs == {"backend": "hopper-exact"}
         asked.reset_mock()
-        with attention_backend("_native_math"):
-            assert room.backend_of_dense_calls(transformer, hidden, 75_600, config) is None
         on_cpu = mock.Mock(device=torch.device("cpu"), dtype=torch.bfloat16)
         assert room.backend_of_dense_calls(transformer, on_cpu, 75_600, config) is None
         unknown = SimpleNamespace(config=SimpleNamespace())
