@@ -19,6 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 _KERNEL_TOKENS = 75_648
 _FASTEST = "dense, FlashAttention-3"
+_LARGEST = "wan2.1-14b, 75,600 tokens"
 PAGES = (
     "docs/ba-att.md",
     "docs/benchmarks.md",
@@ -57,15 +58,8 @@ def kernel_table() -> str:
 
 
 def kernel_rates_table() -> str:
-    """Time of all block-sparse kernels on an H200, as a Markdown table."""
-    return tables_of_bench.rate_table(_result("h200/bench/block-sparse.json"), _KERNEL_TOKENS)
-
-
-def kernel_lengths_table() -> str:
-    """Time of the kernels on an H200 at other lengths, as Markdown tables."""
-    later = tables_of_bench.speed_table(_result("h200/lengths/block-sparse.json"), "hopper")
-    before = tables_of_bench.speed_table(_result("h200/before/block-sparse.json"), "triton")
-    return f"`hopper`:\n\n{later}\n\n`triton`, in an earlier run, eager times:\n\n{before}"
+    """Time and rate of all block-sparse kernels on an H200 by length, as a Markdown table."""
+    return tables_of_bench.rates_by_length(_result("h200/bench/block-sparse.json"))
 
 
 def wan_table() -> str:
@@ -90,8 +84,8 @@ def call_table() -> str:
             "All are of CUDA graphs, without the host's time; factors are over FlashAttention-3, the fastest of "
             "the dense ones.",
             "",
-            "One forward at 81 frames of 480p or 720p, random weights, compiled, first layer dense; blank cells were "
-            f"not measured ({tables_of_bench.source(_result('h200/bench/wan.json'))}):",
+            "One forward at 81 frames of 480p or 720p, random weights, compiled, first layer dense",
+            f"({tables_of_bench.source(_result('h200/bench/wan.json'))}):",
             "",
             wan_table(),
         ]
@@ -228,6 +222,17 @@ _IN_BRIEF = (
     "paper",
 )
 _FIDELITY = (0.5, 0.6, 0.75, 0.9)
+_RECALLED = (
+    "default",
+    "beta 1",
+    "hindsight",
+    "no compensation",
+    "oracle",
+    "mean pooling",
+    "antidiagonal 8",
+    "paper",
+    "random",
+)
 
 
 def study_table() -> str:
@@ -272,6 +277,28 @@ def study_sort_table() -> str:
     shares = (0.5, 0.7, 0.9)
     about = f"The paper's method with and without its sort by norm (its Table 7), of the same run, {_counts(shares)}"
     return _psnr_and_lpips(_SORTS, shares, about)
+
+
+def study_recall_table() -> str:
+    """Recall and output error on captured calls, and what the calibration of `default` predicts, as Markdown tables."""
+    recall = _result("h200/study.json")["recall"]
+    rows = {(row["variant"], row["sparsity"]): row for row in recall["rows"]}
+    shown = [(what, share) for what in ("recall", "error") for share in _FIDELITY]
+    lines = [
+        f"{recall['calls']} captured calls: {len(recall['prompts'])} clips, steps {_listed(recall['steps'])}, "
+        f"{len(recall['layers'])} layers, {recall['tokens'][0]:,} tokens, means over heads:",
+        "",
+        f"| | {' | '.join(f'{what}, {share:.0%}' for what, share in shown)} |",
+        "|---" * (1 + len(shown)) + "|",
+    ]
+    for name in _RECALLED:
+        cells = [f"{rows[name, share][what]['mean']:.3f}" for what, share in shown]
+        lines.append(f"| {_named(name)} | {' | '.join(cells)} |")
+    predicted = {share: rows["default", share]["predicted"] for share in _FIDELITY}
+    for what in ("recall", "error"):
+        cells = [f"{predicted[share][what]['predicted']:.3f}" if about == what else "" for about, share in shown]
+        lines.append(f"| predicted by the calibration of `default`: {what} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def study_in_brief_table() -> str:
@@ -321,7 +348,7 @@ def _counts(shares: tuple[float, ...]) -> str:
     """Write how many clips the rows have, as in "25, 15 and 10 clips at 50, 70 and 90 %"."""
     rows = _study_rows()
     clips, percents = [rows["paper", x]["clips"] for x in shares], [f"{100 * x:.0f}" for x in shares]
-    return f"{_listed(clips)} clips at {_listed(percents)} %"
+    return f"{_listed(clips) if len(set(clips)) > 1 else clips[0]} clips at {_listed(percents)} %"
 
 
 def _listed(values: list[Any]) -> str:
@@ -354,6 +381,8 @@ def _named(variant: str) -> str:
         "sort queries": "`paper`, queries alone sorted",
         "sort keys": "`paper`, keys alone sorted",
     }
+    if "beta" not in _result("h200/study.json")["clips"]["settings"]:  # `default` had 1/2 everywhere
+        names |= {"default": "`default` with $\\beta = \\tfrac12$", "beta 1": "`default` with $\\beta = 1$"}
     if variant in names:
         return names[variant]
     if variant.startswith("order ") and variant != "order by recall":
@@ -422,37 +451,30 @@ def mini_wan_table() -> str:
     )
 
 
-# Wan2.1-T2V-14B at 81 frames of 720 x 1280: 21 x 45 x 80 tokens, and the sizes of its layers.
-_TOKENS, _LAYERS, _HEADS, _DIM, _WIDTH, _FFN = 75_600, 40, 40, 128, 5_120, 13_824
+# The paper's Table 5: steps, dense ones among them, and forwards a step.
 _STEPS, _DENSE_STEPS, _BRANCHES = 50, 10, 2
-_LINEAR_RATE = 600.0  # TFLOP/s, assumed: no run of ours measured matrix products of this size
 
 
 def reproduction_table() -> str:
-    """Expected time of one clip of the paper's Table 5, from the measured rates of the attention kernels."""
-    report = _result("h200/bench/block-sparse.json")
-    rows = {row["name"]: row for row in report["rows"] if row["tokens"] == _KERNEL_TOKENS}
-    attention = 4 * _TOKENS**2 * _HEADS * _DIM * _LAYERS / 1e12
-    linear = 2 * _TOKENS * (6 * _WIDTH**2 + 2 * _WIDTH * _FFN) * _LAYERS / 1e12
-    sparse_rate = rows["hopper, 50 % skipped"]["tflops"]
+    """Expected time of one clip of the paper's Table 5, from the measured forwards of the transformer."""
+    rows = {row["name"]: row["ms"] for row in _result("h200/bench/wan.json")["rows"] if row["problem"] == _LARGEST}
+    half, quarter = (rows[f"BA-Att, {share} % skipped"] for share in (50, 75))
+    # The time goes with the blocks kept.
+    sparse = {"50%": half, "60%": half + (quarter - half) * (0.6 - 0.5) / (0.75 - 0.5)}
     lines = ["| attention | dense by cuDNN | dense by FlashAttention-2 |", "|---|---|---|"]
-    for sparsity in (0.0, 0.5, 0.6):
+    for name in ("dense", *sparse):
         cells = []
         for kernel in ("dense, cuDNN", "dense, FlashAttention-2"):
-            dense = attention / rows[kernel]["tflops"] + linear / _LINEAR_RATE
-            sparse = (1 - sparsity) * attention / sparse_rate + linear / _LINEAR_RATE
-            sparse_steps = _STEPS - _DENSE_STEPS if sparsity else 0
-            seconds = _BRANCHES * ((_STEPS - sparse_steps) * dense + sparse_steps * sparse)
-            cells.append(f"{seconds / 60:.0f} min")
-        name = f"{sparsity:.0%} skipped after {_DENSE_STEPS} dense steps" if sparsity else "dense"
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+            others = _STEPS - _DENSE_STEPS
+            forward = _DENSE_STEPS * rows[kernel] + others * sparse.get(name, rows[kernel])
+            cells.append(f"{_BRANCHES * forward / 60_000:.0f} min")
+        label = f"{name} skipped after {_DENSE_STEPS} dense steps" if name in sparse else name
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     lines += [
         "",
-        f"An estimate, not a measurement: {attention / 1e3:.2f} PFLOP of self-attention and {linear / 1e3:.2f} of "
-        "linear layers a forward, two forwards a step;",
-        "attention at the rates of `benchmarks/results/h200/bench/block-sparse.json`, linear layers at "
-        f"{_LINEAR_RATE:.0f} TFLOP/s by assumption.",
-        "Selecting blocks, text encoder and VAE come on top.",
+        f"Worked out, not measured: forwards of `benchmarks/results/h200/bench/wan.json` ({_LARGEST}, random weights, "
+        "compiled),",
+        "that at 60% between those at 50% and 75%, two a step. Choosing the orders, text encoder and VAE come on top.",
     ]
     return "\n".join(lines)
 
@@ -470,9 +492,9 @@ def tables() -> dict[str, str]:
         "study": study_table(),
         "study-parts": study_parts_table(),
         "study-sort": study_sort_table(),
+        "study-recall": study_recall_table(),
         "study-in-brief": study_in_brief_table(),
         "kernel-rates": kernel_rates_table(),
-        "kernel-lengths": kernel_lengths_table(),
         "wan": wan_table(),
         "hopper-rates": hopper_rates_table(),
         "dense-lengths": dense_lengths_table(),

@@ -243,7 +243,7 @@ def kernel_arguments(
     selection = {
         "density": config.kept,
         "block_size": config.block_size,
-        "beta": config.beta,
+        "beta": config.second_order_weight,
         "center_keys": config.center_keys,
         "log_count": config.log_count,
         "descending": config.descending,

@@ -28,7 +28,7 @@ from .first_steps import FirstSteps
 from .hindsight import BestOrders, errors_of_orders, mass_lost_by_orders, watching
 from .prompts import study_prompts
 from .report import CLIPS, CLIPS_SCHEMA, CLIPS_SETTINGS, write_report
-from .variants import FLOOR, ORDERS_CHOSEN_BY, VARIANTS, choose, config_of
+from .variants import FLOOR, MEANING_OF_DEFAULT, VARIANTS, choose, config_of
 
 _WATCHED_STEPS = 3
 
@@ -250,7 +250,7 @@ def _settings(config: StudyConfig, pipe: Any) -> dict[str, Any]:
         "weights": weights_digest(pipe),
         "scheduler": type(pipe.scheduler).__name__,
         "tokens": _num_tokens(pipe, config),
-        "orders_chosen_by": ORDERS_CHOSEN_BY,
+        **MEANING_OF_DEFAULT,
         "environment": {key: place[key] for key in ("versions", "device", "device_name", "vae_dtype", "pipeline")},
     }
 

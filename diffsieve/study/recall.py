@@ -34,7 +34,7 @@ from .bound import bound_and_deviation, correlation
 from .captured import Captured, captured_files, read_captured, read_facts
 from .mass import block_mass, kept_share
 from .report import RECALL, RECALL_SCHEMA, RECALL_SETTINGS, write_report
-from .variants import ORDERS_CHOSEN_BY, VARIANTS, choose, config_of
+from .variants import MEANING_OF_DEFAULT, VARIANTS, choose, config_of
 
 # Orders in which the bound of the paper is compared: as it comes, and after its sort (ascending).
 _BOUND_ORDERS = ("raster", "norm_sort")
@@ -107,7 +107,7 @@ def study_recall(
         "block_size": config.block_size,
         "backend": config.backend,
         "pairs": [list(pair) for pair in pairs],
-        "orders_chosen_by": ORDERS_CHOSEN_BY,
+        **MEANING_OF_DEFAULT,
         "environment": {
             "versions": versions(),
             "device": device.type,

@@ -14,8 +14,11 @@ from .selections import antidiagonal, head_budgets, one_sided_sort, oracle, rand
 FLOOR = "noise floor"
 """Dense against dense with another kernel: what no method can be said to be better than."""
 
-ORDERS_CHOSEN_BY = "output error"
-"""What `default` calibrates by. Part of a study's settings: lines made with another criterion are not mixed in."""
+MEANING_OF_DEFAULT = {"orders_chosen_by": "output error", "beta": "auto"}
+"""What `default` chooses its orders by, and its weight of the second-order term.
+
+Part of a study's settings: lines in which `default` was something else are not mixed in.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ VARIANTS: dict[str, Variant] = {
     "window x2": Variant("order hilbert_window, its window doubled", {"order": "hilbert_window"}, window_factor=2),
     "no centring": Variant("default without centred keys", {"center_keys": False}),
     "beta 1": Variant("default with the paper's weight of the second-order term", {"beta": 1.0}),
+    "beta 1/2": Variant("default with the weight of the expansion of the log-mass", {"beta": 0.5}),
     "no second order": Variant("default without the second-order term", {"cov_layers": "none"}),
     "score moments": Variant("default, blocks ranked by predicted mass", {"score": "moments"}),
     "no compensation": Variant("default, ranked by predicted mass, skipped blocks left out", _MASS),

@@ -7,14 +7,43 @@ import pytest
 
 from diffsieve import BAAttConfig, BAAttProcessor, UserInputError
 from diffsieve.kernels.ba_att import kept_blocks
+from diffsieve.processors.ba_att import kernel_arguments
 
 
 def test_default_preset():
     config = BAAttConfig()
     assert (config.sparsity, config.density, config.kept) == (0.5, None, 0.5)
     assert (config.warmup_steps, config.dense_layers, config.order, config.calibrates) == (0.2, (0,), "auto", True)
-    assert (config.beta, config.cov_layers, config.center_keys, config.log_count) == (0.5, "all", True, True)
+    assert (config.beta, config.cov_layers, config.center_keys, config.log_count) == ("auto", "all", True, True)
     assert config.descending is True
+
+
+@pytest.mark.parametrize(
+    ("options", "weight"),
+    [
+        ({}, 1.0),
+        ({"sparsity": 0.75}, 1.0),
+        ({"density": 0.25}, 1.0),
+        ({"sparsity": 0.76}, 0.5),
+        ({"sparsity": 0.9}, 0.5),
+        ({"score": "moments"}, 0.5),
+        ({"score": "halfk"}, 0.5),
+        ({"top_p": 0.9}, 0.5),
+        ({"beta": 0.7, "sparsity": 0.9}, 0.7),
+        ({"preset": "paper", "sparsity": 0.9}, 1.0),
+        ({"preset": "paper", "beta": "auto"}, 0.5),
+    ],
+)
+def test_weight_of_the_second_order_term_goes_by_score_and_sparsity(options, weight):
+    config = BAAttConfig(**options)
+    assert config.second_order_weight == weight
+    selection, _ = kernel_arguments(config, second_order=True)
+    assert selection["beta"] == weight
+
+
+def test_the_automatic_weight_follows_a_changed_sparsity():
+    assert dataclasses.replace(BAAttConfig(), sparsity=0.9).second_order_weight == 0.5
+    assert BAAttConfig.from_dict(BAAttConfig(sparsity=0.9).to_dict()) == BAAttConfig(sparsity=0.9)
 
 
 def test_paper_preset():
@@ -93,7 +122,8 @@ def test_replace_keeps_the_other_fields():
         ({"dense_layers": (0.5,)}, ["dense_layers", "0.5"]),
         ({"record_masks": "0"}, ["record_masks", "'0'"]),
         ({"window": 200}, ["window", "multiple of block_size (128)", "200"]),
-        ({"beta": -1}, ["beta", "-1"]),
+        ({"beta": -1}, ["beta", '>= 0 or "auto"', "-1"]),
+        ({"beta": "half"}, ["beta", '>= 0 or "auto"', "'half'"]),
         ({"top_p": 1.2}, ["top_p", "1.2"]),
         ({"top_p": 0.9, "beta": 1.0}, ["top_p", "beta < 1", "1.0"]),
         ({"min_density": 0.3}, ["min_density", "top_p"]),

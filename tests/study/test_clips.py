@@ -226,14 +226,15 @@ def test_more_may_be_asked_for_later_but_not_something_else(pipe, study):
         study_clips(study(**config, warmup=0.5), pipe=pipe)
 
 
-def test_lines_of_another_calibration_are_refused(pipe, study):
+@pytest.mark.parametrize("name", ["orders_chosen_by", "beta"])
+def test_lines_of_another_default_are_refused(pipe, study, name):
     config = study(suites=(), variants=("paper",), sparsities=(0.6,))
     study_clips(config, pipe=pipe)
     path = config.out / "clips.settings.json"
     earlier = json.loads(path.read_text("utf-8"))
-    del earlier["settings"]["orders_chosen_by"]  # as written when recall was the criterion
+    del earlier["settings"][name]  # as written when the criterion was recall, and when beta was 1/2
     path.write_text(json.dumps(earlier), "utf-8")
-    with pytest.raises(UserInputError, match="orders_chosen_by must be None to resume"):
+    with pytest.raises(UserInputError, match=f"{name} must be None to resume"):
         study_clips(config, pipe=pipe)
 
 

@@ -16,6 +16,7 @@ from ...kernels.ba_att import CANDIDATE_ORDERS, BAAttInfo, ba_attention, block_s
 from ...kernels.ba_att.reference import ba_attention_reference
 from ...kernels.block_sparse import block_sparse_attention
 from ...kernels.testing import AttentionInputs
+from ...processors import BAAttConfig
 from ...processors.config import PRESETS
 from ..config import BenchConfig, Grid, percent
 from ..peers import Peer, absent_peers, is_baseline, peers_here, sdpa
@@ -29,7 +30,7 @@ GPU_GRIDS: tuple[Grid, ...] = (
 )  # fmt: skip
 CPU_GRIDS: tuple[Grid, ...] = ((7, 24, 24),)
 
-_OF_PRESET = ("beta", "center_keys", "log_count", "descending", "score", "compensate")
+_OF_PRESET = ("center_keys", "log_count", "descending", "score", "compensate")
 # What is timed: the preset, whose heads have orders of their own, and what parts of it cost.
 _FORMS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -112,6 +113,7 @@ def _options(config: BenchConfig, grid: Grid, form: str, sparsity: float) -> dic
         "grid_thw": grid,
         "orders": torch.arange(heads) % len(CANDIDATE_ORDERS),  # on the CPU, as the processor keeps them
         "density": round(1.0 - sparsity, 12),
+        "beta": BAAttConfig(sparsity=sparsity).second_order_weight,
         "block_size": config.block_size,
         "backend": config.backend,
     }
