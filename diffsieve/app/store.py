@@ -20,6 +20,7 @@ from ..compare.files import atomic_path
 from ..compare.folder import REPORT, exclusive
 from ..errors import UserInputError, os_reason
 from .errors import AppError
+from .reports import fault
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Store:
         self._runs, self.dense_clips, self._work = (self.root / name for name in ("runs", "dense", "work"))
         self.served = Path()
         self._lock: AbstractContextManager[None] | None = None
+        self._passed_over: set[Path] = set()
 
     def open(self) -> None:
         """Make the folders, take them for this process, remove what a killed server left unfinished, and `clean`.
@@ -236,10 +238,16 @@ class Store:
         return [folder for folder in [*own, *shipped] if folder.is_dir()]
 
     def _read(self, folder: Path) -> Run | None:
+        report: Any = None
         try:
             report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            logger.warning("%s is no finished run: %s", folder, error)
+            wrong = fault(report)
+        except (OSError, ValueError, RecursionError) as error:
+            wrong = str(error)
+        if wrong is not None:
+            if folder not in self._passed_over:  # once, not at every list
+                self._passed_over.add(folder)
+                logger.warning("%s is no finished run and is not listed: %s", folder, wrong)
             return None
         return Run(folder.name, folder, report, (folder / _KEPT).exists(), folder.parent == self._examples)
 

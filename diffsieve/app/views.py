@@ -107,7 +107,8 @@ def run_title(run: Run) -> str:
         prompt = prompt[: _KEEP_SHORT - 3] + "..."
     psnr = run.clip["metrics"]["psnr"]["mean"]
     kind = "example · " if run.example else "kept · " if run.kept else ""
-    return f"{kind}{run_label(run)} · {prompt} · seed {run.clip['seed']} · {settings['steps']} steps · {psnr:.1f} dB"
+    distance = "no PSNR" if psnr is None else f"{psnr:.1f} dB"
+    return f"{kind}{run_label(run)} · {prompt} · seed {run.clip['seed']} · {settings['steps']} steps · {distance}"
 
 
 def spot_text(spot: Spot, head: Any) -> str:

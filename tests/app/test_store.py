@@ -8,20 +8,23 @@ import pytest
 
 from diffsieve.app.errors import AppError
 from diffsieve.app.store import Bounds, Store, run_digest
+from diffsieve.app.views import run_title
 from diffsieve.errors import UserInputError
 
 FILES = {"dense": "dense.mp4"}
+
+
+def report(created="2026-01-01T00:00:00+00:00"):
+    """What the lists of runs need of a report."""
+    clip = {"folder": "clip", "files": FILES, "prompt": "a cat", "seed": 0, "metrics": {"psnr": {"mean": 30.0}}}
+    return {"created": created, "settings": {"method": "ba-att", "steps": 4, "sparsity": 0.5}, "clips": [clip]}
 
 
 def add(store, run_id, *, size=10, age=0.0):
     with store.new_run(run_id) as work:
         (work / "clip").mkdir(parents=True)
         (work / "clip" / "dense.mp4").write_bytes(b"x" * size)
-        report = {
-            "created": f"2026-01-01T00:00:{59 - int(age):02d}+00:00",
-            "clips": [{"folder": "clip", "files": FILES}],
-        }
-        (work / "report.json").write_text(json.dumps(report))
+        (work / "report.json").write_text(json.dumps(report(f"2026-01-01T00:00:{59 - int(age):02d}+00:00")))
     folder = store.root / "runs" / run_id
     os.utime(folder, (folder.stat().st_mtime - age,) * 2)
 
@@ -105,7 +108,7 @@ def test_old_runs_go_when_a_server_starts(store, tmp_path):
 
 def test_the_oldest_go_where_all_are_too_large(store):
     for number, run_id in enumerate(("a", "b", "c")):
-        add(store, run_id, size=800, age=3.0 - number)
+        add(store, run_id, size=700, age=3.0 - number)
     (store.dense_clips / "x.npz").write_bytes(b"x" * 500)
     os.utime(store.dense_clips / "x.npz", (0, 0))
     store.clean()
@@ -126,19 +129,60 @@ def test_no_more_runs_can_be_kept_than_the_bound(store):
 def test_examples_are_offered_and_never_touched(store, tmp_path):
     folder = tmp_path / "examples" / "example-1"
     folder.mkdir(parents=True)
-    report = {"created": "2020-01-01T00:00:00+00:00", "clips": [{"folder": "clip", "files": FILES}]}
-    (folder / "report.json").write_text(json.dumps(report))
+    (folder / "report.json").write_text(json.dumps(report("2020-01-01T00:00:00+00:00")))
     add(store, "own")
     assert [(run.id, run.example) for run in store.runs()] == [("own", False), ("example-1", True)]
     with pytest.raises(AppError, match="examples are always kept"):
         store.keep("example-1", False)
 
 
-def test_a_damaged_run_is_left_out(store):
+def changed(*path, value=None):
+    """A whole report with another value at a path, or without it."""
+    damaged = part = report()
+    for key in path[:-1]:
+        part = part[key]
+    if value is None:
+        del part[path[-1]]
+    else:
+        part[path[-1]] = value
+    return json.dumps(damaged)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "Expecting property name"),
+        (f"{'[' * 100_000}", "recursion"),
+        ("[]", "created must be a text, got nothing"),
+        ("null", "created must be a text, got nothing"),
+        (changed("created"), "created must be a text, got nothing"),
+        (changed("created", value=3), "created must be a text, got 3"),
+        (changed("clips", value=[]), "clips.0.folder must be a text, got nothing"),
+        (changed("clips", 0, "files", value={"dense": 1}), "clips.0.files must be an object of texts, got {"),
+        (changed("clips", 0, "prompt"), "clips.0.prompt must be a text, got nothing"),
+        (changed("clips", 0, "metrics", value="none"), "clips.0.metrics.psnr.mean must be a number or null"),
+        (changed("settings", "sparsity", value="half"), "settings.sparsity must be a number, got 'half'"),
+        (changed("settings", "method", value="other"), "settings.method must be one of ba-att, llsa, got 'other'"),
+        (changed("settings", "method", value="llsa"), "settings.attention.topk must be a number or numbers"),
+    ],
+)  # fmt: skip
+def test_a_damaged_run_is_left_out_and_named_once(text, told, store, caplog):
     add(store, "good")
     add(store, "bad")
-    (store.root / "runs" / "bad" / "report.json").write_text("{")
-    assert ids(store) == ["good"]
+    (store.root / "runs" / "bad" / "report.json").write_text(text)
+    assert ids(store) == ids(store) == ["good"]
+    assert store.get("bad") is None
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{store.root / 'runs' / 'bad'} is no finished run and is not listed: ")
+    assert told in lines[0]
+
+
+def test_what_needs_no_more_is_listed(store):
+    add(store, "without psnr")
+    path = store.root / "runs" / "without psnr" / "report.json"
+    path.write_text(path.read_text().replace('"mean": 30.0', '"mean": null'))
+    assert [run_title(run) for run in store.runs()] == ["BA-Att 50 % · a cat · seed 0 · 4 steps · no PSNR"]
 
 
 def test_only_files_of_the_report_are_published(store):
