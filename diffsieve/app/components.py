@@ -8,28 +8,12 @@ from typing import Any, NamedTuple
 
 import gradio as gr
 
+from .limits import Request
+
 
 @dataclass(frozen=True)
-class Ask:
-    """The controls of a request, in the order of `Request`."""
-
-    model: Any
-    prompt: Any
-    negative_prompt: Any
-    method: Any
-    preset: Any
-    sparsity: Any
-    warmup: Any
-    steps: Any
-    frames: Any
-    width: Any
-    height: Any
-    seed: Any
-    guidance: Any
-    block_size: Any
-    min_tokens: Any
-    topk: Any
-    class_name: Any
+class Ask(Request):
+    """The controls of a request: a component in the place of each value, so that both have the same names and order."""
 
     def list(self) -> list[Any]:
         return [getattr(self, field.name) for field in dataclasses.fields(self)]

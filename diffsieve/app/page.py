@@ -109,8 +109,9 @@ def _settings(
             block_size = gr.Number(label="Block size, tokens", min_width=120, **start["block_size"])
             min_tokens = gr.Number(label="Shortest sparse sequence, tokens", info="empty: where it pays",
                                    min_width=120, **start["min_tokens"])  # fmt: skip
-    return Ask(model, prompt, negative, method, preset, sparsity, warmup, steps, frames, width, height, seed, guidance,
-               block_size, min_tokens, topk, class_name)  # fmt: skip
+    return Ask(model=model, prompt=prompt, negative_prompt=negative, method=method, preset=preset, sparsity=sparsity,
+               warmup=warmup, steps=steps, frames=frames, width=width, height=height, seed=seed, guidance=guidance,
+               block_size=block_size, min_tokens=min_tokens, topk=topk, class_name=class_name)  # fmt: skip
 
 
 def _result_tabs() -> tuple[Results, Attention]:

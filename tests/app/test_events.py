@@ -1,17 +1,21 @@
 """What the events of the page set, without a browser: the controls, and the lines that say what happened."""
 
+import dataclasses
 import errno
+from inspect import get_annotations
 from pathlib import Path
 from types import SimpleNamespace
 
 import gradio as gr
 import pytest
 
+from diffsieve.app.components import Ask
 from diffsieve.app.events.attention import AttentionEvents
 from diffsieve.app.events.gallery import GalleryEvents
 from diffsieve.app.events.runs import RunEvents
 from diffsieve.app.events.settings import SettingsEvents
 from diffsieve.app.events.shown import Shown
+from diffsieve.app.limits import Request
 from diffsieve.app.models import Shelf
 from diffsieve.app.page import build_page
 from diffsieve.errors import UserInputError
@@ -89,6 +93,13 @@ def test_a_run_of_an_embedded_model_that_left_it_to_the_device_is_repeated_spars
     assert opened(events, pictures=False, chosen=CLIPS)[1]["min_tokens"]["value"] is None
     monkeypatch.setattr("diffsieve.app.controls.EMBEDDED", {CLIPS: Path("tiny")})
     assert opened(events, pictures=False, chosen=CLIPS)[1]["min_tokens"]["value"] == 0
+
+
+def test_the_controls_are_named_by_the_request_alone(events):
+    assert get_annotations(Ask) == {}
+    ask = events.page.ask
+    assert ask.list() == [getattr(ask, field.name) for field in dataclasses.fields(Request)]
+    assert all(isinstance(control, gr.components.Component) for control in ask.list()), "none is left at its default"
 
 
 @pytest.mark.parametrize("heads", [1, 2])
