@@ -5,13 +5,14 @@ import time
 
 import pytest
 
+from diffsieve.app.events.settings import SettingsEvents
 from diffsieve.app.models import Shelf
 from diffsieve.app.server import ServerConfig, serve
 from diffsieve.errors import UserInputError
-from tests.app.acting import TABS, eventually, press_compare, same, settle, shoot, tab
+from tests.app.acting import TABS, eventually, field, press_compare, same, settle, shoot, tab
 from tests.app.browser import opened
 from tests.app.conftest import small
-from tests.app.serving import tiny_examples, tiny_server
+from tests.app.serving import EXAMPLE, tiny_examples, tiny_server
 from tests.app.test_browser_pictures import CLIPS, pick
 from tests.app.test_pictures import load
 from tests.tiny import wan_pipeline
@@ -134,3 +135,21 @@ def test_a_model_that_is_refused_is_told_until_another_one_is_chosen(browser, tm
         pick(page, "Model", CLIPS)
         told.filter(has_text=f"{CLIPS} is chosen again; the settings are as they were.").wait_for()
         assert page.get_by_label("Steps", exact=True).input_value() == "7"
+
+
+def test_values_of_a_sweep_typed_while_an_example_sets_the_controls_are_kept(page, monkeypatch):
+    typed, of_run = threading.Event(), SettingsEvents.of_run
+
+    def late(*arguments):
+        assert typed.wait(60)
+        return of_run(*arguments)
+
+    monkeypatch.setattr(SettingsEvents, "of_run", late)
+    page.locator("#ds-examples button").first.click()
+    tab(page, "Sweep")
+    page.get_by_label("Sparsities, %").fill("30, 60")
+    typed.set()
+    eventually(lambda: same(field(page, "Steps").input_value(), str(EXAMPLE["steps"])))
+    page.locator("diffsieve-player video").first.wait_for()
+    tab(page, "Sweep")
+    assert page.get_by_label("Sparsities, %").input_value() == "30, 60"

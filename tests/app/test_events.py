@@ -49,7 +49,7 @@ def offer(handlers, models):
 def opened(events, *, pictures, chosen):
     """Open the run of pictures or of clips; return the line, and the properties of the controls that change."""
     ids = [run.id for run in events.handlers.runs() if run.pictures is pictures]
-    updates = events.on_open(ids, chosen, SimpleNamespace(index=0))
+    updates = events.on_open(ids, chosen, events.page.followed.value, SimpleNamespace(index=0))
     assert updates[events.page.current] == ids[0]
     asked = {name: updates[control] for name, control in vars(events.page.ask).items() if control in updates}
     return updates[events.page.status], asked
@@ -93,6 +93,18 @@ def test_a_run_of_an_embedded_model_that_left_it_to_the_device_is_repeated_spars
     assert opened(events, pictures=False, chosen=CLIPS)[1]["min_tokens"]["value"] is None
     monkeypatch.setattr("diffsieve.app.controls.EMBEDDED", {CLIPS: Path("tiny")})
     assert opened(events, pictures=False, chosen=CLIPS)[1]["min_tokens"]["value"] == 0
+
+
+@pytest.mark.parametrize(("method", "stays"), [("ba-att", True), ("llsa", False)])
+def test_values_of_a_sweep_stay_where_a_run_or_a_model_has_the_method_that_is_set(events, method, stays):
+    """They may have been typed while the settings were on their way; numbers of top k are no sparsities."""
+    field, followed = events.page.sweep_values, events.page.followed.value._replace(method=method)
+    ids = [run.id for run in events.handlers.runs() if not run.pictures]
+    opened_run = events.on_open(ids, CLIPS, followed, SimpleNamespace(index=0))[field]
+    loaded = events.settings.on_load(ME, CLIPS, followed._replace(model=PIXELS))[field]
+    for update in (opened_run, loaded):
+        assert update["label"] == "Sparsities, %"
+        assert update.get("value") == (None if stays else "25, 50, 75, 90")
 
 
 def test_the_controls_are_named_by_the_request_alone(events):

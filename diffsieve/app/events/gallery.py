@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 
 from .. import figures, views
-from ..components import Page
+from ..components import Followed, Page
 from ..errors import explain
 from ..handlers import Handlers
 from ..store import Run
@@ -33,31 +33,31 @@ class GalleryEvents:
         page, ask, gallery = self.page, self.page.ask, self.page.gallery
         hidden: dict[str, Any] = {"show_progress": "hidden", **PRIVATE}
         opened = [page.status, *self.shown.components(), *self.settings.components()]
-        page.examples.click(self.on_example, [page.examples, ask.model], opened, **hidden)
+        page.examples.click(self.on_example, [page.examples, ask.model, page.followed], opened, **hidden)
         listing = [gallery.none, gallery.pictures, gallery.ids, gallery.left, gallery.right]
         for trigger in (page.blocks.load, page.current.change):
             trigger(self.on_list_runs, [gallery.left, gallery.right], listing, **hidden)
-        gallery.pictures.select(self.on_open, [gallery.ids, ask.model], opened, **hidden)
+        gallery.pictures.select(self.on_open, [gallery.ids, ask.model, page.followed], opened, **hidden)
         gallery.keep.click(self.on_keep, page.current, [gallery.told, gallery.keep], **hidden)
         gallery.keep.click(self.on_list_runs, [gallery.left, gallery.right], listing, **hidden)
         page.current.change(self.on_other_run, page.current, [gallery.told, gallery.keep], **hidden)
         gallery.both.click(self.on_pair, [gallery.left, gallery.right], [gallery.player, gallery.table],
                            show_progress="minimal", show_progress_on=gallery.player, **PRIVATE)  # fmt: skip
 
-    def on_example(self, number: Any, chosen: Any) -> dict[Any, Any]:
+    def on_example(self, number: Any, chosen: Any, followed: Followed) -> dict[Any, Any]:
         examples = [run for run in self.handlers.runs() if run.example]
         if not isinstance(number, int) or not 0 <= number < len(examples):
             raise gr.Error("this example is not there", print_exception=False)
-        return self._open(examples[number], chosen)
+        return self._open(examples[number], chosen, followed)
 
-    def on_open(self, ids: Any, chosen: Any, event: gr.SelectData) -> dict[Any, Any]:
+    def on_open(self, ids: Any, chosen: Any, followed: Followed, event: gr.SelectData) -> dict[Any, Any]:
         with told():
             run = self.handlers.store.find(ids[event.index])
-        return self._open(run, chosen)
+        return self._open(run, chosen, followed)
 
-    def _open(self, run: Run, chosen: Any) -> dict[Any, Any]:
+    def _open(self, run: Run, chosen: Any, followed: Followed) -> dict[Any, Any]:
         with told():
-            settings, shown = self.settings.of_run(run, chosen), self.shown.show(run)
+            settings, shown = self.settings.of_run(run, chosen, followed), self.shown.show(run)
         line = f"Shown: {views.run_title(run)}"
         if not settings:
             line += ". Its model is not offered any more, so the settings stay as they were."

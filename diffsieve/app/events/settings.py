@@ -52,7 +52,7 @@ class SettingsEvents:
             return {status: line, state: followed._replace(refused=name)}
         updates = self._updates(model_controls(model, self.handlers.limits))
         line = views.status(f"{name} is loaded.")
-        return {status: line, state: Followed(name, model.method)} | updates | self._sweep_field(model.method)
+        return {status: line, state: Followed(name, model.method)} | updates | self._sweep_field(model.method, followed)
 
     def on_method(self, method: Any, followed: Followed) -> dict[Any, Any]:
         """Show the controls of a method, with its own block size; they stay where it is the one that they have."""
@@ -60,13 +60,13 @@ class SettingsEvents:
             return {self.page.followed: followed}
         controls = method_controls(method, self.handlers.shelf.loaded(followed.model))
         now = {self.page.followed: followed._replace(method=method)}
-        return self._updates(controls) | self._sweep_field(method) | now
+        return self._updates(controls) | self._sweep_field(method, followed) | now
 
     def components(self) -> list[Any]:
         """Return what `of_run` sets."""
         return [self.page.sweep_values, self.page.followed, *self.page.ask.list()]
 
-    def of_run(self, run: Run, chosen: Any) -> dict[Any, Any]:
+    def of_run(self, run: Run, chosen: Any, followed: Followed) -> dict[Any, Any]:
         """Return the updates that set the controls to what a run was made with.
 
         A model that is not offered any more is replaced by the one that is chosen, if that makes the same, clips or
@@ -75,6 +75,7 @@ class SettingsEvents:
         Args:
             run: finished.
             chosen: model of the page's list.
+            followed: whose values the controls have.
         """
         settings, attention = run.report["settings"], run.report["settings"]["attention"]
         shelf, name = self.handlers.shelf, settings["model"]
@@ -105,11 +106,15 @@ class SettingsEvents:
             values |= {key: settings[key] for key in own if settings[key] is not None}
             given = settings["min_tokens"]
             values["min_tokens"] = shortest_sparse(name) if given is None else given
-        updates = self._updates(with_values(controls, values)) | self._sweep_field(settings["method"])
+        updates = self._updates(with_values(controls, values)) | self._sweep_field(settings["method"], followed)
         return updates | {self.page.followed: Followed(name, settings["method"])}
 
     def _updates(self, controls: Mapping[str, dict[str, Any]]) -> dict[Any, Any]:
         return {getattr(self.page.ask, name): gr.update(**properties) for name, properties in controls.items()}
 
-    def _sweep_field(self, method: Any) -> dict[Any, Any]:
-        return {self.page.sweep_values: gr.update(**sweep_controls(method, self.handlers.limits.sweep))}
+    def _sweep_field(self, method: Any, followed: Followed) -> dict[Any, Any]:
+        """Return the field of a sweep; its values stay with the method, as some may have been typed meanwhile."""
+        properties = sweep_controls(method, self.handlers.limits.sweep)
+        if method == followed.method:
+            del properties["value"]
+        return {self.page.sweep_values: gr.update(**properties)}
