@@ -428,7 +428,7 @@ def llsa_tests() -> str:
         f"`{test.split('::')[1]}` ({outcome})" for test, outcome in report["tests"].items() if outcome != "passed"
     ]
     text = (
-        f"GPU tests of LLSA on one {report['gpu']} (torch {versions['torch']}, Triton {versions['triton']}; "
+        f"GPU tests of LLSA on {report['gpu']} (torch {versions['torch']}, Triton {versions['triton']}; "
         f"`{report['command']}`): {counts.get('passed', 0)} of {len(report['tests'])} passed"
     )
     return f"{text}; not {', '.join(others)}." if others else f"{text}."

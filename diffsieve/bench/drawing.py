@@ -16,7 +16,7 @@ Colour = tuple[int, int, int]
 # Told apart by lightness too; the first is for what matters most.
 COLOURS: tuple[Colour, ...] = (
     (31, 95, 170), (205, 92, 20), (40, 130, 70), (140, 70, 160), (190, 150, 20), (60, 150, 160), (180, 50, 70),
-    (110, 110, 110), (20, 40, 90), (240, 150, 90),
+    (110, 110, 110), (20, 40, 90), (240, 150, 90), (110, 60, 30), (225, 110, 170),
 )  # fmt: skip
 _SCALE = 2  # drawn larger and reduced, which smooths lines
 _WIDTH, _HEIGHT = 900, 560

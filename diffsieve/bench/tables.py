@@ -71,10 +71,31 @@ def rate_table(results: Results, tokens: int, *, share: float | None = None) -> 
     lines = ["| kernel | time | rate |", "|---|---|---|"]
     for row in results["rows"]:
         if row["ok"] and row["tokens"] == tokens and (share is None or row["sparsity"] in (None, share)):
-            name = row["method"] if row.get("peer") or row["sparsity"] is None else f"`{row['method']}`"
-            name += "" if row["sparsity"] is None else f", {percent(row['sparsity'])} skipped"
-            lines.append(f"| {name} | {_ms(best_ms(row))} | {row['tflops']:.0f} TFLOP/s |")
+            lines.append(f"| {_kernel(row)} | {_ms(best_ms(row))} | {row['tflops']:.0f} TFLOP/s |")
     return "\n".join(lines)
+
+
+def rates_by_length(results: Results) -> str:
+    """Time in ms and rate in TFLOP/s of every kernel by length, dense ones first; "-" where there is no figure."""
+    rows = [row for row in results["rows"] if row["ok"]]
+    lengths = sorted({row["tokens"] for row in rows})
+    lines = [_line(["kernel", *(f"{tokens:,} tokens" for tokens in lengths)]), "|" + "---|" * (1 + len(lengths))]
+    cells: dict[str, dict[int, str]] = {}
+    for row in sorted(rows, key=lambda row: row["sparsity"] is not None):
+        cells.setdefault(_kernel(row), {})[row["tokens"]] = f"{_three(best_ms(row))} ms, {row['tflops']:.0f}"
+    lines += [_line([name, *(found.get(tokens, "-") for tokens in lengths)]) for name, found in cells.items()]
+    return "\n".join(lines)
+
+
+def _kernel(row: Mapping[str, Any]) -> str:
+    """The name of a kernel, ours as code, and the share that it skips."""
+    name = row["method"] if row.get("peer") or row["sparsity"] is None else f"`{row['method']}`"
+    return str(name) if row["sparsity"] is None else f"{name}, {percent(row['sparsity'])} skipped"
+
+
+def _three(value: float) -> str:
+    """Three digits or so: short calls differ in the third."""
+    return f"{value:.{3 if value < 1 else 2 if value < 10 else 1}f}"
 
 
 def llsa_table(results: Results) -> str:

@@ -29,9 +29,9 @@ def crossover(device_type: str, capability: tuple[int, int] | None = None, gpu: 
     if device_type != "cuda":
         return Crossover(8_192, estimate=True)
     if gpu == "NVIDIA H200":
-        # The whole call of the preset, half of the blocks skipped, beside cuDNN: 1.80x at 16,384 tokens compiled and
-        # 1.66x eager; 1.20x at 8,192 compiled, but eager the host takes longer than the dense call
-        # (benchmarks/results/h200/bench/ba-att.json).
+        # The whole call of the preset, half of the blocks skipped, beside cuDNN: 1.84x at 16,384 tokens as a CUDA graph
+        # and 1.29x eager, beside other programs on the host; 1.23x at 8,192 as a graph, but eager the host takes longer
+        # than the dense call (benchmarks/results/h200/bench/ba-att.json).
         return Crossover(16_384)
     # What is gained grows with the square of the length over the rate of dense attention, what the selection costs with
     # the length over the bandwidth of memory: the crossover goes with rate over bandwidth. By data sheets that quotient

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from diffsieve.bench import plots
 from diffsieve.bench.config import parse_grid, percent
-from diffsieve.bench.drawing import Axis, Line, bar_plot, line_plot
+from diffsieve.bench.drawing import COLOURS, Axis, Line, bar_plot, line_plot
 from diffsieve.bench.plots import SOURCE, _over_tokens, best_ms, draw_plots, rows_digest
 from diffsieve.bench.results import read_results
 from diffsieve.errors import UserInputError
 
 ROOT = Path(__file__).parents[2]
-H200 = ROOT / "benchmarks" / "results" / "h200"
-COMMITTED = sorted((H200 / "bench").glob("*.json"))
+COMMITTED = sorted((ROOT / "benchmarks" / "results" / "h200" / "bench").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
@@ -27,7 +27,7 @@ def test_the_plots_of_the_pages_are_of_the_committed_results(path):
         assert Image.open(plot).text[SOURCE] == rows_digest(results), "run: make tables"
 
 
-@pytest.mark.parametrize("path", [*COMMITTED, *sorted((H200 / "before").glob("*.json"))], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_every_row_has_a_figure_or_a_reason(path):
     results = read_results(path)
     assert results["device"]
@@ -72,6 +72,15 @@ def test_a_plot_shows_its_lines():
     assert both.size == one.size == (900, 560)
     assert both.tobytes() != one.tobytes()
     assert len(line_plot("title", "where", [Line("one", [(5.0, 5.0)])], *axis).getcolors(1 << 20)) > 2
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_no_two_lines_of_a_committed_plot_share_a_colour(path, monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(plots, "line_plot", lambda *args: drawn.append(args[2]) or line_plot(*args))
+    draw_plots(read_results(path), tmp_path)
+    assert drawn
+    assert max(len([line for line in lines if not line.dashed]) for lines in drawn) <= len(set(COLOURS))
 
 
 def test_ticks_lie_within_the_axis():

@@ -397,6 +397,26 @@ def test_tiles_and_rates_are_those_measured():
     assert select_hopper_tile(64, 512) == select_hopper_tile(64, 128)
 
 
+def test_the_table_of_rates_holds_at_other_lengths():
+    """The first of one length is the fastest at the others too, to 4 % where few blocks are kept."""
+    from diffsieve.kernels.block_sparse.rates import by_rate
+
+    path = Path(__file__).parents[2] / "benchmarks/results/h200/bench/block-sparse.json"
+    rows = [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["sparsity"]]
+    first, *others = ("FlashAttention-4" if name == "flash4" else name for name in by_rate((9, 0), 128, 128))
+    times: dict[tuple[int, float], dict[str, float]] = {}
+    for row in rows:
+        times.setdefault((row["tokens"], row["sparsity"]), {})[row["method"]] = row["graph_ms"]
+    assert sorted({tokens for tokens, _ in times}) == [8_192, 16_384, 32_768, 75_648]
+    for (tokens, sparsity), found in times.items():
+        best = min(found[name] for name in others)
+        if sparsity <= 0.75:
+            assert found[first] < best
+        # Below the crossover no call is sparse unless asked for.
+        elif tokens >= 16_384:
+            assert found[first] < 1.04 * best
+
+
 def on_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     """A query on a GPU that is not there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
