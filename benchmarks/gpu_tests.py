@@ -33,6 +33,9 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", default=[""], help="beginnings of the ids that are kept")
     for name in ("gpu", "torch", "triton"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument(
+        "--package", nargs=2, action="append", default=[], metavar=("NAME", "VERSION"), help="another that was tested"
+    )
     parser.add_argument("--command", default="pytest -m gpu -v")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -44,7 +47,7 @@ def main() -> None:
     report = {
         "command": options.command,
         "gpu": options.gpu,
-        "versions": {"python": python[1], "torch": options.torch, "triton": options.triton},
+        "versions": {"python": python[1], "torch": options.torch, "triton": options.triton} | dict(options.package),
         "outcomes": Counter(tests.values()),
         "tests": tests,
     }

@@ -16,10 +16,9 @@ from ..compare.files import write_json
 from ..compare.report import now, versions
 from ..errors import UserInputError
 from .config import BenchConfig
+from .peers import PEERS, has_module
 
 SCHEMA = "diffsieve.bench/1"
-# Kernels that a row may have measured.
-_PEERS = ("fa3-fwd", "flash-attn-4", "fastvideo-kernel")
 
 
 class Results:
@@ -98,11 +97,7 @@ def head_of(operation: str, config: BenchConfig, settings: Mapping[str, Any], ti
     found: dict[str, Any] = versions() | {"python": platform.python_version()}
     if config.on_gpu:
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    for package in _PEERS:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found |= peer_versions()
     common = {"dtype": config.dtype, "budget_ms": config.budget_ms}
     if not config.on_gpu:
         common["threads"] = torch.get_num_threads()
@@ -113,6 +108,24 @@ def head_of(operation: str, config: BenchConfig, settings: Mapping[str, Any], ti
         "timer": timer,
         "settings": common | dict(settings),
     }
+
+
+def peer_versions() -> dict[str, str]:
+    """The versions of the packages that a row may have measured, where installed.
+
+    "unknown" is that of a module without the metadata of its package, such as a folder that was copied: it is measured
+    too, and that it was there has to be told.
+    """
+    found = {}
+    for peer in PEERS:
+        if peer.package is None or peer.module is None:
+            continue
+        try:
+            found[peer.package] = version(peer.package)
+        except PackageNotFoundError:
+            if has_module(peer.module):
+                found[peer.package] = "unknown"
+    return found
 
 
 def kernels_digest() -> str:

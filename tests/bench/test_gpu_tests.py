@@ -65,6 +65,13 @@ def test_a_part_of_the_tests(tmp_path, monkeypatch):
     assert _run(tmp_path, monkeypatch, XDIST, "--tests", "tests/b")["tests"] == {"tests/b.py::test_two": "failed"}
 
 
+def test_versions_of_other_packages(tmp_path, monkeypatch):
+    found = _run(tmp_path, monkeypatch, ALONE, "--package", "flash-attn-4", "4.0.0b36", "--package", "fa3-fwd", "0.0.3")
+    assert found["versions"] == {
+        "python": "3.12.3", "torch": "2", "triton": "3", "flash-attn-4": "4.0.0b36", "fa3-fwd": "0.0.3",
+    }  # fmt: skip
+
+
 def test_a_log_without_outcomes_is_refused(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         _run(tmp_path, monkeypatch, HEAD)

@@ -9,7 +9,7 @@ import torch
 
 from diffsieve.bench import OPERATIONS, BenchConfig, plan, run_bench
 from diffsieve.bench.problem import Operation, Prepared, Problem, Variant, passes
-from diffsieve.bench.results import kernels_digest, read_results
+from diffsieve.bench.results import kernels_digest, peer_versions, read_results
 from diffsieve.compare.shards import Deadline
 from diffsieve.errors import UserInputError
 
@@ -160,6 +160,26 @@ def test_results_of_other_kernels_are_refused(run, monkeypatch):
     monkeypatch.setattr("diffsieve.bench.results.kernels_digest", lambda: "0" * 12)
     with pytest.raises(UserInputError, match="versions"):
         run(_operation({"base": 0.0}))
+
+
+def test_the_versions_of_other_kernels_are_told(run, tmp_path, monkeypatch):
+    for name in ("fa3_fwd-0.0.3", "flash_attn_4-4.0.0b36", "fastvideo_kernel-0.3.5", "flash_attn-2.8.3"):
+        (tmp_path / f"{name}.dist-info").mkdir()
+        package, version = name.split("-")
+        text = f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: {version}\n"
+        (tmp_path / f"{name}.dist-info" / "METADATA").write_text(text)
+    assert peer_versions() == {}
+    # A folder of modules that was copied without the metadata of its package.
+    (tmp_path / "copied").mkdir()
+    (tmp_path / "copied" / "fastvideo_kernel.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "copied")
+    assert peer_versions() == {"fastvideo-kernel": "unknown"}
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {"fa3-fwd": "0.0.3", "flash-attn-4": "4.0.0b36", "fastvideo-kernel": "0.3.5"}
+    assert peer_versions() == found
+    _, data, _ = run(_operation({"base": 0.0}))
+    assert found.items() <= data["versions"].items()
+    assert "flash-attn" not in data["versions"]
 
 
 def test_the_digest_is_of_the_sources_of_kernels_and_processors(tmp_path, monkeypatch):
