@@ -29,7 +29,7 @@ CASES = [
     replace(BASE, batch=2, heads=4, kv_heads=2, layout="blhd", variable=True),
     replace(BASE, len_q=200, layout="fused_qkv"),
     replace(BASE, layout="padded", dim=128, block_size=128),
-    replace(BASE, gain=16.0),
+    *(replace(BASE, gain=gain) for gain in (4.0, 16.0, 200.0)),
 ]
 
 
