@@ -36,8 +36,10 @@ class Results:
 
 @dataclass(frozen=True)
 class Attention:
-    """The view of block masks."""
+    """The view of block masks; `choice` and `query` hold the controls, hidden while there is nothing to choose."""
 
+    choice: Any
+    query: Any
     layer: Any
     head: Any
     step: Any

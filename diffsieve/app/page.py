@@ -131,15 +131,21 @@ def _result_tabs() -> tuple[Results, Attention]:
         curves = gr.HTML()
         cost = gr.HTML()
     with gr.Tab("Attention", id="attention"):
-        with gr.Group(), gr.Row():
+        with gr.Group(visible=False) as choice, gr.Row():
             layer = gr.Dropdown([], label="Layer", interactive=True, min_width=140)
             step = gr.Dropdown([], label="Step", interactive=True, min_width=110)
             head_number = gr.Slider(0, 1, value=0, step=1, label="Head", interactive=True, min_width=160)
-        told = gr.HTML(views.empty("No block mask yet", "Which blocks of keys each head looked at, step by step."))
+        told = gr.HTML(
+            views.empty(
+                "No block mask yet",
+                "Compare first, or take an example. Which blocks of keys each head looked at, step by step, and which "
+                "tokens one query attended to, then stand here.",
+            )
+        )
         picture = gr.Image(show_label=False, container=False, type="pil", format="png", interactive=False, buttons=[],
-                           elem_id="ds-spot", label="Where the query looked",
+                           elem_id="ds-spot", label="Where the query looked", visible=False,
                            alt_text="Frames; tokens that the query did not attend to are dark")  # fmt: skip
-        with gr.Row():
+        with gr.Row(visible=False) as query:
             with gr.Column(scale=2, min_width=250), gr.Group():
                 frame = gr.Slider(0, 1, value=0, step=1, label="Query: frame of tokens")
                 row = gr.Slider(0, 1, value=0, step=1, label="Query: row of tokens")
@@ -156,7 +162,7 @@ def _result_tabs() -> tuple[Results, Attention]:
             report = gr.JSON(label="report.json", show_label=False, open=False, max_height=420)
     return (
         Results(headline, player, curves, metrics, cost, facts, files, code, report),
-        Attention(layer, head_number, step, mask, picture, told, frame, row, column),
+        Attention(choice, query, layer, head_number, step, mask, picture, told, frame, row, column),
     )
 
 

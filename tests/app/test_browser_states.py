@@ -63,6 +63,12 @@ def test_all_on_the_page_has_a_name(browser, tmp_path, pictures):
             eventually(lambda: nothing(page.evaluate(NAMELESS)))
 
 
+def controls_of_attention(page):
+    """How many lists, sliders and pictures of the tab are seen."""
+    shown = "'.tabitem input, .tabitem img, .tabitem button:has(svg)'"
+    return page.evaluate(f"[...document.querySelectorAll({shown})].filter((e) => e.offsetParent).length")
+
+
 def nothing(found):
     assert found == []
 
@@ -74,6 +80,10 @@ def test_an_empty_page_says_what_will_be_there(browser, tmp_path):
             tab(page, name)
             page.locator(".ds-empty b", has_text=text).wait_for()
         shoot(page, "empty-gallery")
+        tab(page, "Attention")
+        assert controls_of_attention(page) == 0
+        shoot(page, "empty-attention")
+        tab(page, "Gallery")
         page.get_by_role("button", name="Show both sparse results").click()
         page.get_by_test_id("toast-text").filter(has_text="choose two finished runs").wait_for()
         page.get_by_role("button", name="Keep the run that is shown").click()
@@ -85,7 +95,16 @@ def test_an_empty_page_says_what_will_be_there(browser, tmp_path):
         page.get_by_text("Runs that are not kept go after a week").wait_for()
         assert not page.get_by_text("No finished run yet").is_visible()
         tab(page, "Attention")  # the sequence is shorter than the shortest sparse one
-        page.locator(".ds-empty", has_text="every step of this run was dense").wait_for()
+        page.locator(".ds-empty", has_text="Every step of this run was dense, so there is no block mask.").wait_for()
+        assert controls_of_attention(page) == 0
+        page.get_by_role("button", name="More settings").click()
+        settle(page, {"Shortest sparse sequence, tokens": "0", "Block size, tokens": "8"})
+        press_compare(page)
+        tab(page, "Attention")
+        page.locator(".ds-spot", has_text="the query at").wait_for()
+        assert controls_of_attention(page) > 0
+        assert page.get_by_label("number input for Query: row of tokens").input_value() == "2"
+        page.get_by_label("Layer").wait_for()
 
 
 def test_a_run_that_is_chosen_while_the_list_is_made_anew_stays_chosen(browser, tmp_path):

@@ -114,6 +114,18 @@ def test_the_controls_are_named_by_the_request_alone(events):
     assert all(isinstance(control, gr.components.Component) for control in ask.list()), "none is left at its default"
 
 
+def test_the_attention_view_has_controls_while_there_is_something_to_choose(events):
+    view = events.page.attention
+    parts = (view.choice, view.query, view.picture)
+    assert [part.visible for part in parts] == [False] * 3, "before the first run"
+    dense = events.handlers.compare(small(model=CLIPS, min_tokens=10**6), owner="me", tell=lambda share, text: None)
+    sparse = next(run for run in events.handlers.runs() if not run.pictures and run.id != dense.id)
+    shown, hidden = events.shown.show(sparse), events.shown.show(dense)
+    assert [shown[part]["visible"] for part in parts] == [True] * 3
+    assert [hidden[part]["visible"] for part in parts] == [False] * 3
+    assert "Every step of this run was dense, so there is no block mask." in hidden[view.told]
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 def test_one_head_leaves_nothing_to_choose(events, monkeypatch, heads):
     run = next(run for run in events.handlers.runs() if not run.pictures)

@@ -43,9 +43,12 @@ class AttentionEvents:
         try:
             masks = self.handlers.masks(run.id)
         except AppError as error:
-            empty = {component: gr.update(value=None) for component in (view.mask, view.picture)}
+            why = str(error)
+            hidden = {box: gr.update(visible=False) for box in (view.choice, view.query)}
+            empty = {view.mask: None, view.picture: gr.update(value=None, visible=False)}
             none = {view.layer: gr.update(choices=[], value=None), view.step: gr.update(choices=[], value=None)}
-            return {view.told: views.empty("No block mask", str(error))} | empty | none
+            told = views.empty("No block mask", f"{why[:1].upper()}{why[1:]}.")
+            return {view.told: told} | hidden | empty | none
         layers = masks.layer_names()
         layer = layers[len(layers) // 2]
         steps = masks.steps_of(layer)
@@ -56,11 +59,15 @@ class AttentionEvents:
         }
         mask, picture, line = self._look(run.id, layer, steps[-1], 0, *token)
         return {
+            view.choice: gr.update(visible=True),
+            view.query: gr.update(visible=True),
             view.layer: gr.update(choices=[(views.layer_name(name), name) for name in layers], value=layer),
             view.head: gr.update(maximum=max(masks.heads - 1, 1), value=0, visible=masks.heads > 1),
             view.step: gr.update(choices=[(str(number + 1), number) for number in steps], value=steps[-1]),
             view.mask: mask,
-            view.picture: gr.update(value=picture, elem_classes=["ds-single"] if masks.grid_thw[0] == 1 else []),
+            view.picture: gr.update(
+                value=picture, visible=True, elem_classes=["ds-single"] if masks.grid_thw[0] == 1 else []
+            ),
             view.told: line,
         } | sizes
 
