@@ -1,7 +1,10 @@
 """The timer: in turns on a CPU; its paths on a GPU with a stand-in for `torch.cuda` that counts what is asked of it."""
 
+import gc
+import json
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +132,41 @@ def test_stages(device, request):
 
 def test_there_is_no_peak_on_a_cpu(on_cpu):
     assert on_cpu.peak_mib(lambda: None) is None
+
+
+def test_what_a_call_frees_of_earlier_ones_is_not_taken_off_its_peak(on_gpu, monkeypatch):
+    """Calls before may leave cycles that hold memory: freed within the call, they made peaks of 0 MiB."""
+    used = {"now": 0, "most": 0}
+
+    class Held:
+        def __init__(self, mib):
+            self.mib = mib
+            used["now"] += mib
+            used["most"] = max(used.values())
+
+        def __del__(self):
+            used["now"] -= self.mib
+
+    def call():
+        gc.collect()
+        return Held(3)
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: used["now"] * 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: used["most"] * 2**20)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: used.update(most=used["now"]))
+    garbage = Held(4)
+    garbage.itself = garbage
+    del garbage
+    assert on_gpu.peak_mib(call) == 3.0
+
+
+def test_no_committed_row_has_a_peak_that_cannot_be():
+    """Every call has a result. A row without `peak_mib` was not measured, as on a CPU."""
+    files = list((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/bench/*.json"))
+    assert files
+    for file in files:
+        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+            assert row.get("peak_mib", 1) > 0, f"{file.name}: {row['problem']}: {row['name']}"
 
 
 def test_eager_and_graph_times_on_a_gpu(on_gpu):
