@@ -162,7 +162,7 @@ def test_a_run_leaves_a_pipeline_a_sheet_and_a_card(finished, data):
     pipe = load_pipeline(str(out / "model"), device="cpu")
     assert type(pipe) is PixelDiTPipeline
     assert pipe("blobs", num_inference_steps=1).images[0].size == (16, 16)
-    assert pipe.config.guidance_interval == [0.3, 0.7]
+    assert (pipe.config.guidance_scale, pipe.config.guidance_interval) == (2.5, [0.2, 0.9])
     card = (out / "model" / "README.md").read_text()
     assert "| 8 x 8 | 2 | 8 | " in card
     assert "| 16 x 16 | 2 | 4 | " in card

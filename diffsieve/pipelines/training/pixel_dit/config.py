@@ -153,8 +153,8 @@ class SamplingConfig:
     images: int = 54
     batch_size: int = 18
     steps: int = 20
-    guidance_scale: float = 1.5
-    guidance_interval: tuple[float, ...] = (0.3, 0.7)
+    guidance_scale: float = 2.5
+    guidance_interval: tuple[float, ...] = (0.2, 0.9)
     seed: int = 1000
 
     def __post_init__(self) -> None:
