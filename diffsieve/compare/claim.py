@@ -20,8 +20,7 @@ def claim_settings(target: Path, schema: str, settings: Mapping[str, Any]) -> No
     Raises:
         UserInputError: a setting differs, or the file is another one.
     """
-    part = target.with_name(f".{target.name}.{os.getpid()}.diffsieve-part")
-    part.write_text(json.dumps({"schema": schema, "settings": settings}, indent=2) + "\n", encoding="utf-8")
+    part = _written_beside(target, schema, settings)
     try:
         os.link(part, target)
     except FileExistsError:
@@ -31,8 +30,13 @@ def claim_settings(target: Path, schema: str, settings: Mapping[str, Any]) -> No
     check_same_settings({"settings": read_settings(target, schema)}, settings, target.parent)
 
 
+def replace_settings(target: Path, schema: str, settings: Mapping[str, Any]) -> None:
+    """Write settings in the place of those that are there; of processes that start together the last one's stay."""
+    os.replace(_written_beside(target, schema, settings), target)
+
+
 def read_settings(path: Path, schema: str) -> dict[str, Any]:
-    """Read a file of `claim_settings`.
+    """Read a file of `claim_settings` or `replace_settings`.
 
     Raises:
         UserInputError: it is missing or another one.
@@ -44,3 +48,10 @@ def read_settings(path: Path, schema: str) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("schema") != schema:
         raise UserInputError(f"{path} must be the settings of a run ({schema}), got another file")
     return values["settings"]
+
+
+def _written_beside(target: Path, schema: str, settings: Mapping[str, Any]) -> Path:
+    """Return a file of this process alone that holds what `target` is to hold."""
+    part = target.with_name(f".{target.name}.{os.getpid()}.diffsieve-part")
+    part.write_text(json.dumps({"schema": schema, "settings": settings}, indent=2) + "\n", encoding="utf-8")
+    return part

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..compare import folder as folders
-from ..compare.claim import claim_settings
+from ..compare.claim import claim_settings, replace_settings
 from ..compare.clip import Clip, generate_clip
 from ..compare.config import DENSE, RunConfig
 from ..compare.floor import other_kernel
@@ -27,7 +27,7 @@ from ..processors.warmup import dense_steps
 from .first_steps import FirstSteps
 from .hindsight import BestOrders, errors_of_orders, mass_lost_by_orders, watching
 from .prompts import study_prompts
-from .report import CLIPS, CLIPS_SCHEMA, CLIPS_SETTINGS, write_report
+from .report import ASKED_SCHEMA, CLIPS, CLIPS_ASKED, CLIPS_SCHEMA, CLIPS_SETTINGS, write_report
 from .variants import FLOOR, MEANING_OF_DEFAULT, VARIANTS, choose, config_of
 
 _WATCHED_STEPS = 3
@@ -116,6 +116,8 @@ def study_clips(
     folders.make_output(config.out)
     claim_settings(config.out / CLIPS_SETTINGS, CLIPS_SCHEMA, _settings(config, pipe))
     tasks: list[Task] = [*([(FLOOR, None)] if config.floor else []), *pairs]
+    asked = {"prompts": list(config.prompt), "seeds": list(config.seed), "rows": [list(task) for task in tasks]}
+    replace_settings(config.out / CLIPS_ASKED, ASKED_SCHEMA, asked)  # a report knows by it what is missing
     # Seed by seed: a study that is stopped has all prompts with the first seed before it has some with all seeds.
     items = [(prompt, seed) for seed in config.seed for prompt in config.prompt]
     with line_writer(config.out / f"{CLIPS}-{shard.index}.jsonl") as lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,15 @@ from .variants import FLOOR, VARIANTS
 
 CLIPS, RECALL = "clips", "recall"
 CLIPS_SETTINGS, RECALL_SETTINGS = "clips.settings.json", "recall.settings.json"
+CLIPS_ASKED = "clips.asked.json"
 CLIPS_SCHEMA, RECALL_SCHEMA = "diffsieve.study.clips/1", "diffsieve.study.recall/1"
+ASKED_SCHEMA = "diffsieve.study.asked/1"
 STUDY_SCHEMA = "diffsieve.study/1"
 REPORT, PAGE = "study.json", "study.html"
 _BASELINES = {"over_paper": "paper", "over_default": "default"}
+
+Asked = tuple[str, int, str, float | None]
+"""Prompt, seed, variant and sparsity of one clip."""
 
 
 def write_report(out: Path, *, command: Sequence[str] | None = None) -> dict[str, Any]:
@@ -50,7 +56,8 @@ def write_report(out: Path, *, command: Sequence[str] | None = None) -> dict[str
     if not clips and not recall:
         raise UserInputError(f"{out} must hold results of a study, got none")
     if clips:
-        report["clips"] = {"settings": read_settings(out / CLIPS_SETTINGS, CLIPS_SCHEMA)} | summarize_clips(clips)
+        settings = read_settings(out / CLIPS_SETTINGS, CLIPS_SCHEMA)
+        report["clips"] = {"settings": settings} | summarize_clips(clips, _asked(out / CLIPS_ASKED))
     if recall:
         report["recall"] = {"settings": read_settings(out / RECALL_SETTINGS, RECALL_SCHEMA)} | summarize_recall(recall)
     write_page(out / PAGE, study_page(report))
@@ -58,13 +65,20 @@ def write_report(out: Path, *, command: Sequence[str] | None = None) -> dict[str
     return report
 
 
-def summarize_clips(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize_clips(lines: Sequence[Mapping[str, Any]], asked: Set[Asked] | None = None) -> dict[str, Any]:
     """Return a row for each variant and sparsity: statistics over clips, and the gain over either preset.
 
     Rows of one sparsity are over the same clips, those that all of them have, so that they can be compared when the
     study is unfinished; where there is no such clip, each is over its own. `in_all_rows` holds the means over the clips
     that the rows of all sparsities have, to compare sparsities by. Gains are taken clip by clip, so that their
     deviation is that of the differences.
+
+    `missing` counts the clips that are asked for and have no line, and is `None` where that is not known. `complete`
+    says that none is missing and all rows are over the same clips; it is `None` where only the latter is known.
+
+    Args:
+        lines: of measured and skipped clips.
+        asked: the clips of the whole study.
     """
     by_row: dict[tuple[str, float | None], dict[tuple[str, int], Mapping[str, Any]]] = {}
     for line in lines:  # of two lines for one clip the later one counts
@@ -75,6 +89,10 @@ def summarize_clips(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for _, sparsity in by_row
     }
     in_all = set.intersection(*shared.values())
+    made = {(*clip, *row) for row, found in by_row.items() for clip in found}
+    missing = None if asked is None else len(asked - made)
+    same_clips = len({frozenset(found) for found in by_row.values()}) == 1
+    complete = None if same_clips and missing is None else same_clips and not missing
     rows = []
     for variant, sparsity in sorted(by_row, key=_place):
         found = by_row[variant, sparsity]
@@ -86,10 +104,20 @@ def summarize_clips(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "prompts": sorted({prompt for prompt, _ in clips}),
         "seeds": sorted({seed for _, seed in clips}),
         "clips": [list(clip) for clip in clips],
-        "complete": len({frozenset(found) for found in by_row.values()}) == 1,
+        "complete": complete,
+        "missing": missing,
         "rows": rows,
         "reasons": _reasons(lines),
     }
+
+
+def _asked(path: Path) -> set[Asked] | None:
+    """Return the clips that the last call of a study was to make, `None` where it did not say."""
+    if not path.exists():
+        return None
+    asked = read_settings(path, ASKED_SCHEMA)
+    items = product(asked["prompts"], asked["seeds"], asked["rows"])
+    return {(prompt, seed, variant, sparsity) for prompt, seed, (variant, sparsity) in items}
 
 
 def _row(

@@ -28,17 +28,7 @@ def study_page(report: Mapping[str, Any]) -> Page:
         facts.append(f"{place['device_name']}, {settings['dtype']}; torch {place['versions']['torch']}")
         facts.append("means and sample deviations over clips; over another variant: of the differences clip by clip")
         notes += [f"{metric_title(name)} not computed: {'; '.join(why)}" for name, why in clips["reasons"].items()]
-        if not clips["complete"]:
-            in_all = max((row["in_all_rows"]["clips"] for row in clips["rows"] if row["clips"]), default=0)
-            charts = (
-                f"the charts are over the {in_all} that all rows have"
-                if in_all
-                else "no clip has all rows yet, so there are no charts of them"
-            )
-            notes.append(
-                "unfinished: the rows of a sparsity are over the clips that all of its variants have, or each over its "
-                f"own where there are none; rows of different sparsities are over different clips; {charts}"
-            )
+        notes += _unfinished(clips)
         notes += [
             f"{row['variant']}, {_percent(row['sparsity'])}: skipped, {'; '.join(row['skipped'])}"
             for row in clips["rows"]
@@ -53,6 +43,27 @@ def study_page(report: Mapping[str, Any]) -> Page:
         default = [row for row in recall["rows"] if row["variant"] == "default"]
         notes += [_calibration_note(row) for row in default if "predicted" in row]
     return Page("Which blocks to keep: a study", facts, study_table(report), notes, _charts(report))
+
+
+def _unfinished(clips: Mapping[str, Any]) -> list[str]:
+    """Return what a reader must know of clips that are not there; nothing where all are."""
+    if clips["complete"]:
+        return []
+    if clips["complete"] is None:
+        return ["whether clips are missing is not known: the folder does not hold what was asked for"]
+    missing = "unfinished" if clips["missing"] is None else f"unfinished, {clips['missing']:,} clips are missing"
+    in_all = max((row["in_all_rows"]["clips"] for row in clips["rows"] if row["clips"]), default=0)
+    if in_all == len(clips["clips"]):
+        return [f"{missing}: the rows that are there are over the same clips"]
+    charts = (
+        f"the charts are over the {in_all} that all rows have"
+        if in_all
+        else "no clip has all rows yet, so there are no charts of them"
+    )
+    return [
+        f"{missing}: the rows of a sparsity are over the clips that all of its variants have, or each over its own "
+        f"where there are none; rows of different sparsities are over different clips; {charts}"
+    ]
 
 
 def study_table(report: Mapping[str, Any]) -> Table:

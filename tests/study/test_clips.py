@@ -1,5 +1,6 @@
 """The fidelity study on a tiny pipeline: equal density, resuming, shards, the report."""
 
+import dataclasses
 import json
 from collections import Counter
 from types import SimpleNamespace
@@ -192,10 +193,39 @@ def test_an_unfinished_study_compares_variants_on_the_same_clips(pipe, study):
     assert at_34["in_all_rows"]["metrics"]["psnr"] == pytest.approx(sum(both) / 2)
     assert at_34["metrics"]["psnr"]["mean"] != pytest.approx(sum(both) / 2)
     page = (config.out / "study.html").read_text("utf-8")
-    assert "unfinished: the rows of a sparsity are over the clips" in page
+    assert found["missing"] == 5
+    assert "unfinished, 5 clips are missing: the rows of a sparsity are over the clips" in page
     assert "the charts are over the 2 that all rows have" in page
     assert study_clips(config, pipe=pipe)["missing"] == 0
     assert json.loads((config.out / "study.json").read_text("utf-8"))["clips"]["complete"]
+
+
+@pytest.mark.parametrize(("pieces", "missing"), [(1 + 2, 2), (1 + 1, 3)], ids=["between prompts", "between variants"])
+def test_a_study_that_stopped_with_equal_rows_is_not_complete(pieces, missing, pipe, study):
+    config = study(
+        suites=(), variants=("paper", "random"), sparsities=(0.6,), prompt=("a cat", "a dog"), floor=False
+    )  # fmt: skip
+    study_clips(config, pipe=pipe, deadline=Stop(pieces))
+    found = write_report(config.out)["clips"]
+    assert (found["complete"], found["missing"]) == (False, missing)
+    note = f"unfinished, {missing} clips are missing: the rows that are there are over the same clips"
+    assert note in (config.out / "study.html").read_text("utf-8")
+    study_clips(config, pipe=pipe)
+    found = json.loads((config.out / "study.json").read_text("utf-8"))["clips"]
+    assert (found["complete"], found["missing"]) == (True, 0)
+    assert "unfinished" not in (config.out / "study.html").read_text("utf-8")
+    # What the last call asked for counts.
+    study_clips(dataclasses.replace(config, seed=(0, 1)), pipe=pipe, deadline=Stop(0))
+    assert write_report(config.out)["clips"]["missing"] == 4
+
+
+def test_where_a_study_did_not_say_what_was_asked_for_it_is_not_called_complete(pipe, study):
+    config = study(suites=(), variants=("paper",), sparsities=(0.6,), floor=False)
+    study_clips(config, pipe=pipe)
+    (config.out / "clips.asked.json").unlink()  # as an earlier version left it
+    found = write_report(config.out)["clips"]
+    assert (found["complete"], found["missing"]) == (None, None)
+    assert "whether clips are missing is not known" in (config.out / "study.html").read_text("utf-8")
 
 
 def test_legs_with_other_numbers_of_shards_go_on_from_each_other(pipe, study):
