@@ -30,6 +30,7 @@ install: $(READY)
 demo: $(READY)
 	$(VENV)/bin/diffsieve compare --model mini-wan --method ba-att --min-tokens 0 --out $(DEMO_OUT) --overwrite $(DEMO_ARGS)
 	@echo "Compare in a browser, with other prompts and settings: make app"
+	@echo "A picture from the other model that ships: $(VENV)/bin/diffsieve generate --model mini-pixel-dit --prompt Flags --out outputs/flag"
 
 app: $(READY)
 	$(VENV)/bin/diffsieve app $(APP_ARGS)

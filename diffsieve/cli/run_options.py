@@ -34,8 +34,7 @@ Model = Annotated[
     str,
     typer.Option(
         "--model",
-        help="mini-wan, which ships with diffsieve; mini-pixel-dit, where its weights are in the package; a folder in "
-        "diffusers format; a hub id.",
+        help="mini-wan or mini-pixel-dit, which ship with diffsieve; a folder in diffusers format; a hub id.",
     ),
 ]
 Preset = Annotated[

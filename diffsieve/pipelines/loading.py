@@ -42,8 +42,8 @@ def load_pipeline(
     diffusers recommends for Wan: in bfloat16 its decoder bands.
 
     Args:
-        model: `"mini-wan"`, which ships in the package, or `"mini-pixel-dit"` where its weights have been put there; a
-            folder in diffusers format; or a hub id `owner/name`.
+        model: `"mini-wan"` or `"mini-pixel-dit"`, which ship in the package; a folder in diffusers format; or a hub id
+            `owner/name`.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`, ...; default `"cuda"` where there is one, else `"cpu"`.
         dtype: of all parts but the VAE: `"float32"`, `"bfloat16"`, `"float16"` or a torch dtype; default bfloat16 on
             CUDA, float32 elsewhere.
