@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UserInputError
-from ..kernels.block_sparse import BACKENDS
+from ..kernels.block_sparse import BACKENDS, MAX_BLOCK_SIZE
 
 Grid = tuple[int, int, int]
 
@@ -84,6 +84,8 @@ class BenchConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserInputError(f"{name} must be at least 1, got {value}")
+        if self.block_size > MAX_BLOCK_SIZE:
+            raise UserInputError(f"block_size must be at most {MAX_BLOCK_SIZE}, got {self.block_size}")
         for sparsity in self.sparsities:
             if not 0 <= sparsity < 1:
                 raise UserInputError(f"sparsity must be in [0, 1), got {sparsity}")

@@ -23,6 +23,7 @@ from ..compare.shards import Deadline, Shard
 from ..compare.ticker import Ticker
 from ..eval import LoadedLpips
 from ..pipelines.loading import weights_digest
+from ..processors import BAAttConfig
 from ..processors.warmup import dense_steps
 from .first_steps import FirstSteps
 from .hindsight import BestOrders, errors_of_orders, mass_lost_by_orders, watching
@@ -63,6 +64,10 @@ class StudyConfig(RunConfig):
     floor: bool = True
     lpips_weights: Path | None = None
     out: Path = Path("outputs/study")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        BAAttConfig(block_size=self.block_size)  # type: ignore[arg-type]  # which refuses what no variant takes
 
 
 @dataclass(frozen=True)

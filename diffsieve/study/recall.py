@@ -66,6 +66,9 @@ class RecallConfig:
     backend: str = "auto"
     device: str | None = None
 
+    def __post_init__(self) -> None:
+        BAAttConfig(block_size=self.block_size)  # which refuses what no variant takes
+
 
 def study_recall(
     config: RecallConfig,

@@ -290,6 +290,7 @@ def test_speedups_on_a_gpu_compare_graphs_with_graphs(run, monkeypatch):
         ({"sparsities": (1.0,)}, "sparsity"),
         ({"heads": 0}, "heads"),
         ({"budget_ms": 0.0}, "budget_ms"),
+        ({"block_size": 10**9}, "block_size must be at most 65536, got 1000000000"),
         ({"budget_ms": float("inf")}, "budget_ms must be finite and above 0, got inf"),
         ({"operations": ("speed",)}, "operation"),
     ],

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 from collections import Counter
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,7 @@ from diffsieve.compare.shards import Deadline, Shard
 from diffsieve.errors import UserInputError
 from diffsieve.eval import psnr
 from diffsieve.processors import BAAttConfig, sparse_attention, sparsity_summary
-from diffsieve.study import SUITES, VARIANTS, study_clips
+from diffsieve.study import SUITES, VARIANTS, RecallConfig, StudyConfig, study_clips
 from diffsieve.study.first_steps import FirstSteps
 from diffsieve.study.prompts import held_out_prompts
 from diffsieve.study.report import write_report
@@ -302,6 +304,12 @@ def test_one_sparsity_is_refused_where_sparsities_are_meant(study):
     assert study(block_size=8, warmup=1, backend="torch").backend == "torch"
     with pytest.raises(UserInputError, match="sparsity, min_tokens must be left out"):
         study(sparsity=0.5, min_tokens=0)
+
+
+@pytest.mark.parametrize("make", [StudyConfig, partial(RecallConfig, captures=Path("none"))], ids=["clips", "recall"])
+def test_block_sizes_that_no_variant_takes_are_refused_before_anything_runs(make):
+    with pytest.raises(UserInputError, match=r"block_size must be at most 65536, got 1000000000"):
+        make(block_size=10**9)
 
 
 def test_suites_name_their_sparsities():
