@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 import diffsieve
 
 ROOT = Path(__file__).parents[1]
-WEIGHTS = "diffsieve/pipelines/mini_wan"
+WEIGHTS = ("diffsieve/pipelines/mini_wan", "diffsieve/pipelines/mini_pixel_dit")
 
 USE_IT = """
 import diffsieve
@@ -32,16 +32,21 @@ SAVE_AND_LOAD = """
 import sys, torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 import diffsieve
-from diffsieve import PixelDiTPipeline, PixelDiTTransformer2DModel
+from diffsieve import PixelDiTPipeline, PixelDiTTransformer2DModel, load_pipeline
 torch.manual_seed(0)
 model = PixelDiTTransformer2DModel(sample_size=16, num_layers=1, num_attention_heads=2, attention_head_dim=16)
 for parameter in model.parameters():
     torch.nn.init.normal_(parameter, std=0.1)
 pipe = PixelDiTPipeline(model, FlowMatchEulerDiscreteScheduler())
 pipe.save_pretrained(sys.argv[1])
-def draw(pipe):
-    return pipe(num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="pt").images
-print(diffsieve.__file__, torch.equal(draw(PixelDiTPipeline.from_pretrained(sys.argv[1])), draw(pipe)))
+def draw(pipe, **size):
+    return pipe(num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="pt", **size).images
+same = torch.equal(draw(PixelDiTPipeline.from_pretrained(sys.argv[1])), draw(pipe))
+mini = load_pipeline("mini-pixel-dit", device="cpu")
+mini.save_pretrained(sys.argv[1] + "-mini")
+again = PixelDiTPipeline.from_pretrained(sys.argv[1] + "-mini")
+size = {"class_labels": "Flags", "height": 32, "width": 32}
+print(diffsieve.__file__, same, torch.equal(draw(again, **size), draw(mini, **size)))
 """
 
 
@@ -100,7 +105,7 @@ def check_contents(sdist: Path, wheel: Path) -> None:
         for path in (ROOT / "diffsieve").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"diffsieve/py.typed", f"{WEIGHTS}/model_index.json"} <= files
+    assert {"diffsieve/py.typed", *(f"{folder}/model_index.json" for folder in WEIGHTS)} <= files
     assert files <= in_wheel
     assert not any(name.startswith(("tests/", "benchmarks/", "docs/")) for name in in_wheel)
 
@@ -148,7 +153,10 @@ def test_the_built_wheel_runs_in_an_empty_environment(tmp_path):
     report = json.loads(run(command, "generate", "--out", "clips", "--json", *clip, *sparse, cwd=away))
     assert (away / "clips" / report["clips"][0]["file"]).stat().st_size > 1000
     assert report["clips"][0]["sparsity"]["density_sparse_steps"] < 1
+    tiny = ("--prompt", "Flags", "--height", "32", "--width", "32", "--steps", "2", "--device", "cpu", "--json")
+    drawn = json.loads(run(command, "generate", "--model", "mini-pixel-dit", "--out", "pictures", *tiny, cwd=away))
+    assert (away / "pictures" / drawn["clips"][0]["file"]).stat().st_size > 500
     used = run(python, "-c", USE_IT, cwd=away).split()
     assert used[-2:] == [str(site / "diffsieve" / "__init__.py"), "WanPipeline"]
     saved = run(python, "-c", SAVE_AND_LOAD, tmp_path / "pixels", cwd=away).split()
-    assert saved[-2:] == [str(site / "diffsieve" / "__init__.py"), "True"]
+    assert saved[-3:] == [str(site / "diffsieve" / "__init__.py"), "True", "True"]
