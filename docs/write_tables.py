@@ -382,7 +382,11 @@ def _named(variant: str) -> str:
         "sort keys": "`paper`, keys alone sorted",
     }
     if "beta" not in _result("h200/study.json")["clips"]["settings"]:  # `default` had 1/2 everywhere
-        names |= {"default": "`default` with $\\beta = \\tfrac12$", "beta 1": "`default` with $\\beta = 1$"}
+        names |= {
+            "default": "`default` with $\\beta = \\tfrac12$",
+            "beta 1": "`default` with $\\beta = 1$",
+            "preset default": "first layer dense, more blocks kept, $\\beta = \\tfrac12$",
+        }
     if variant in names:
         return names[variant]
     if variant.startswith("order ") and variant != "order by recall":

@@ -84,8 +84,8 @@ class BAAttConfig:
         log_count: (preset) Count the true tokens of the short last block in its score. No cost.
         descending: (preset) Direction of norm sorts: large norms first, so that the short last block holds cold keys.
         score: (preset) What ranks the key blocks: "moments" (their predicted mass, from block statistics: free),
-            "residual" (what `compensate` would miss of it: free) or "halfk" (mass, exact on the key side: better
-            ranking for 1 / (2 * block_size) of the dense cost). "residual", or "moments" in "paper" and with `top_p`.
+            "residual" (what `compensate` would miss of it: free) or "halfk" (mass, exact on the key side, for
+            1 / (2 * block_size) of the dense cost). "residual", or "moments" in "paper" and with `top_p`.
         top_p: Keep, per query block, the smallest set of blocks whose predicted attention mass reaches this, with the
             density asked for as the upper bound. Spends work where attention is diffuse; how much is an outcome (see
             the summary). Needs `beta` < 1.

@@ -99,7 +99,7 @@ def ba_attention(
         density: share of key blocks that each query block keeps, in (0, 1]: floor(density * N + 1/2), at least 1.
             Text blocks count; at least one video block is kept beside them.
         block_size: tokens per block.
-        beta: weight of the second-order term.
+        beta: weight of the second-order term; what the preset takes is `BAAttConfig.second_order_weight`.
         center_keys: take the mean key out of the second-order term.
         log_count: add the log of the block's token count to its score.
         descending: sorts start at the largest norm.
