@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..errors import UserInputError
 from ..kernels.ba_att import CANDIDATE_ORDERS, CustomSelection, default_window
 from ..processors import BAAttConfig
-from .selections import antidiagonal, head_budgets, one_sided_sort, oracle, random_blocks
+from .selections import antidiagonal, head_budgets, one_sided_sort, oracle, random_blocks, second_order_weights
 
 FLOOR = "noise floor"
 """Dense against dense with another kernel: what no method can be said to be better than."""
@@ -53,6 +53,14 @@ def _raster(custom: Callable[[int], CustomSelection]) -> dict[str, Any]:
     return {"options": {"order": "raster"} | _MASS, "custom": custom}
 
 
+def _weights(queries: float, keys: float) -> Variant:
+    return Variant(
+        f"default, the queries' part of the second-order term with weight {queries:g}, the keys' with {keys:g}",
+        custom=lambda layer: second_order_weights(queries, keys),
+        suites=("weights",),
+    )
+
+
 VARIANTS: dict[str, Variant] = {
     "paper": Variant(
         "BA-Att as published, the warm-up of the study", {"preset": "paper"}, suites=("fidelity", "orders", "sort")
@@ -75,8 +83,15 @@ VARIANTS: dict[str, Variant] = {
     },
     "window x2": Variant("order hilbert_window, its window doubled", {"order": "hilbert_window"}, window_factor=2),
     "no centring": Variant("default without centred keys", {"center_keys": False}),
-    "beta 1": Variant("default with the paper's weight of the second-order term", {"beta": 1.0}),
-    "beta 1/2": Variant("default with the weight of the expansion of the log-mass", {"beta": 0.5}),
+    "beta 1": Variant(
+        "default with the paper's weight of the second-order term", {"beta": 1.0}, suites=("fidelity", "weights")
+    ),
+    "beta 1/2": Variant(
+        "default with the weight of the expansion of the log-mass", {"beta": 0.5}, suites=("fidelity", "weights")
+    ),
+    "weights 1 and 0.5": _weights(1.0, 0.5),
+    "weights 1 and 0": _weights(1.0, 0.0),
+    "weights 0.5 and 0": _weights(0.5, 0.0),
     "no second order": Variant("default without the second-order term", {"cov_layers": "none"}),
     "score moments": Variant("default, blocks ranked by predicted mass", {"score": "moments"}),
     "no compensation": Variant("default, ranked by predicted mass, skipped blocks left out", _MASS),
@@ -115,10 +130,12 @@ SUITES: dict[str, tuple[float, ...]] = {
     "fidelity": (0.5, 0.6, 0.75, 0.9),
     "orders": (0.5,),
     "sort": (0.9, 0.7, 0.5),
+    "weights": (0.5, 0.6, 0.75, 0.9),
 }
 """Named sets of variants with their sparsities.
 
-All but the parts of the sort; the presets, orders and mean pooling; the ablation of the sort.
+All but the parts of the sort and the weights; the presets, orders and mean pooling; the ablation of the sort; weights
+of the parts of the second-order term.
 """
 
 

@@ -46,7 +46,7 @@ class Stop(Deadline):
 
 
 def test_every_variant_runs_at_the_same_density_and_is_measured(pipe, study):
-    config = study(suites=("fidelity", "sort"))
+    config = study(suites=("fidelity", "sort", "weights"))
     result = study_clips(config, pipe=pipe, command=["diffsieve", "study", "clips"])
     assert (result["missing"], result["other_shards_missing"]) == (0, 0)
     report = json.loads((config.out / "study.json").read_text(encoding="utf-8"))
