@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # One example for each: number of the model's own prompt, sparsity.
 CHOSEN = ((0, 0.5), (0, 0.75), (2, 0.75))
+# The example of the model of pictures: a class that it draws well, in half its steps, as full attention takes minutes.
+PICTURE = {"prompt": ("Smileys & Emotion",), "seed": (1015,), "steps": 10}
 MAX_BYTES = 1_500_000
 _KEPT = ("dense", "sparse", "difference_clip", "difference_map", "masks", "selections")
 _MASK_STEPS = 3
@@ -38,7 +40,8 @@ _SELECTION_STEPS = 2
 
 
 def make_examples(target: Path, *, pipe: Any | None = None, chosen: Sequence[tuple[int, float]] = CHOSEN,
-                  pictures: Any | None = None, **settings: Any) -> int:  # fmt: skip
+                  pictures: Any | None = None, picture: dict[str, Any] | None = None,
+                  **settings: Any) -> int:  # fmt: skip
     """Generate the examples and put them into `target`, in place of what is there.
 
     Args:
@@ -46,6 +49,7 @@ def make_examples(target: Path, *, pipe: Any | None = None, chosen: Sequence[tup
         pipe: a loaded pipeline; default: the embedded model.
         chosen: number of the prompt and sparsity of each.
         pictures: a loaded model of pictures for one more example, with its own defaults.
+        picture: fields of `CompareConfig` for that example.
         **settings: further fields of `CompareConfig` for the clips.
 
     Returns:
@@ -71,7 +75,7 @@ def make_examples(target: Path, *, pipe: Any | None = None, chosen: Sequence[tup
             compare(config, pipe=pipe, progress=_log, dense_clips=Path(work) / "dense")
             slim(config.out, ready / f"example-{number}")
         if pictures is not None:
-            config = CompareConfig(save_masks=True, out=Path(work) / "pictures")
+            config = CompareConfig(save_masks=True, out=Path(work) / "pictures", **picture or {})
             compare(config, pipe=pictures, progress=_log)
             slim(config.out, ready / f"example-{len(chosen) + 1}")
         # Whole or not at all: a run that is broken off leaves the old examples.
@@ -107,7 +111,8 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     installed = (EMBEDDED[MINI_PIXEL_DIT] / "model_index.json").is_file()
-    size = make_examples(EXAMPLES, pictures=load_pipeline(MINI_PIXEL_DIT) if installed else None)
+    pictures = load_pipeline(MINI_PIXEL_DIT) if installed else None
+    size = make_examples(EXAMPLES, pictures=pictures, picture=PICTURE)
     logger.info("%d bytes in %s", size, EXAMPLES)
 
 

@@ -11,7 +11,7 @@ WIDTH, HEIGHT = 1366, 800
 
 
 def shoot(target: Path, examples: Path | None = None) -> None:
-    """Open the page with the first example, stopped at its middle frame, and save what the window shows."""
+    """Open the page with the first example of clips, stopped at its middle frame, and save what the window shows."""
     with (
         tempfile.TemporaryDirectory() as folder,
         launched() as browser,
@@ -19,7 +19,7 @@ def shoot(target: Path, examples: Path | None = None) -> None:
         opened(browser, server.url, width=WIDTH, height=HEIGHT) as watched,
     ):
         page = watched.page
-        page.locator("#ds-examples button").first.click()
+        page.locator("#ds-examples button", has_text="BA-Att").first.click()
         page.locator("diffsieve-player video").first.wait_for()
         page.get_by_role("button", name="Pause").click()
         page.get_by_label("Frame", exact=True).fill("12")
