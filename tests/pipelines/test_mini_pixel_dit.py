@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from diffsieve.pipelines.training.pixel_dit.config import SamplingConfig
 from diffsieve.pipelines.training.pixel_dit.export import MINI_BYTES, model_card
 
 FOLDER = EMBEDDED[MINI_PIXEL_DIT]
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "mini_pixel_dit.json"
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 CLASSES = (
     "Activities",
@@ -99,6 +101,17 @@ def test_the_command_draws_with_it_at_once(tmp_path):
     assert report["settings"]["own_attention"] == "llsa"
     assert report["settings"]["guidance_scale"] == SamplingConfig().guidance_scale
     assert (tmp_path / "out" / report["clips"][0]["file"]).stat().st_size > 500
+
+
+def test_the_recorded_run_on_a_cpu_had_the_defaults_and_fits_two_cores():
+    record = json.loads(RECORD.read_text())
+    assert record["cores"] == 2
+    for run in record["runs"]:
+        settings = {"width": 128, "height": 128, "steps": 20, "guidance_scale": 2.5, "dtype": "float32"}
+        assert run["settings"] == settings
+        assert len(run["seconds_steps"]) == 20
+        # Others were at work meanwhile, which lengthens the wall time: of both cores, the work alone must fit.
+        assert run["cpu_seconds"] / 2 < record["goal_seconds"] == 90
 
 
 @pytest.mark.slow
