@@ -1,7 +1,7 @@
 """Make the examples that ship with the page: `python -m diffsieve.app.make_examples`, or `make examples`.
 
-To be run anew whenever the weights of the embedded models or what the preset does change. Takes minutes on a CPU, and replaces the folder as a
-whole at the end.
+To be run anew whenever the weights of the embedded models change, or what the preset does. Takes minutes on a CPU, and
+replaces the folder as a whole at the end.
 """
 
 from __future__ import annotations
