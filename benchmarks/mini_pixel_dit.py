@@ -48,9 +48,7 @@ def measure(threads: int) -> dict[str, Any]:
         "load_after": [round(value, 2) for value in os.getloadavg()],
         "seconds_picture": report["clips"][0]["seconds"]["total"],
         "seconds_steps": report["clips"][0]["seconds"]["steps"],
-        "settings": {
-            name: report["settings"][name] for name in ("width", "height", "steps", "guidance_scale", "dtype")
-        },
+        "settings": {name: report["settings"][name] for name in SETTINGS},
         "environment": report["environment"],
     }
 
