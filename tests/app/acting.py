@@ -58,6 +58,41 @@ def tab(page, name):
     eventually(click)
 
 
+def pick(page, label, option):
+    """Choose in a list, and wait until the list has gone: it fades, and the next one must not be taken for it."""
+    page.get_by_label(label, exact=True).click()
+    page.get_by_role("option", name=option).first.click()
+    page.get_by_role("option").first.wait_for(state="detached")
+
+
+def choose_class(page, name):
+    pick(page, "Class", name)
+    eventually(lambda: same(page.get_by_label("Class", exact=True).input_value(), name))
+
+
+def shown(page):
+    """Return side, natural width and height of each picture of the view that is seen, once all are loaded."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll('diffsieve-player img')].filter((i) => i.offsetParent && i.complete)
+             .map((i) => [i.dataset.side, i.naturalWidth, i.naturalHeight])"""
+    )
+
+
+def width_of_spot(page):
+    """Return the width on the screen of the picture of what a query attended to, 0 before it is loaded."""
+    return page.evaluate(
+        "(() => { const i = document.querySelector('#ds-spot img'); return i?.complete ? i.clientWidth : 0 })()"
+    )
+
+
+def click_token(page, row, column, *, columns):
+    """Click a token in the picture of what a query attended to: 448 pixels, a caption of 20 above, a margin of 12."""
+    picture = page.locator("#ds-spot img")
+    scale = width_of_spot(page) / picture.evaluate("image => image.naturalWidth")
+    x, y = (12 + 448 / columns * (place + 0.5) for place in (column, row))
+    picture.click(position={"x": x * scale, "y": (20 + y) * scale})
+
+
 def same(value, expected):
     assert value == expected
 

@@ -7,9 +7,21 @@ import pytest
 from diffsieve.app.models import Shelf, offered_models
 from diffsieve.app.server import ServerConfig, serve
 from diffsieve.pipelines.defaults import MINI_PIXEL_DIT
-from tests.app.acting import TABS, eventually, press_compare, same, settle, shoot, tab
+from tests.app.acting import (
+    TABS,
+    choose_class,
+    click_token,
+    eventually,
+    pick,
+    press_compare,
+    same,
+    settle,
+    shoot,
+    shown,
+    tab,
+    width_of_spot,
+)
 from tests.app.browser import opened
-from tests.app.test_browser_pictures import choose_class, pick, shown, width_of_spot
 
 # A few seconds of work, where the 128 x 128 pixels of the first settings take minutes with full attention.
 SMALL = {"Steps": "2", "Width, px": "32", "Height, px": "32"}
@@ -54,14 +66,11 @@ def test_its_example_is_there_at_once_with_the_view_of_attention(page):
     tab(page, "Metrics")
     page.get_by_role("table").filter(has_text="Distance from the dense picture").wait_for()
     tab(page, "Attention")
-    told, mask, spot = page.locator(".ds-spot"), page.locator("#ds-mask img"), page.locator("#ds-spot img")
+    told, mask = page.locator(".ds-spot"), page.locator("#ds-mask img")
     told.filter(has_text="row 64, column 64 attended to").filter(has_text="of 16,384 tokens").wait_for()
     eventually(lambda: same(width_of_spot(page) > 0, True))
     shoot(page, "mini-pixel-dit-attention")
-    # The picture of 448 pixels has a caption of 20 pixels above it and a margin of 12; a token is 3.5 pixels wide.
-    natural = page.evaluate("document.querySelector('#ds-spot img').naturalWidth")
-    scale = width_of_spot(page) / natural
-    spot.click(position={"x": (12 + 3.5 * 30.5) * scale, "y": (12 + 20 + 3.5 * 40.5) * scale})
+    click_token(page, 40, 30, columns=128)
     told.filter(has_text="row 40, column 30 attended to").wait_for()
     before = mask.get_attribute("src")
     page.get_by_label("number input for Head").fill("2")

@@ -6,7 +6,20 @@ import pytest
 
 from diffsieve.app.models import Shelf
 from diffsieve.app.server import ServerConfig, serve
-from tests.app.acting import TABS, eventually, press_compare, same, settle, shoot, tab
+from tests.app.acting import (
+    TABS,
+    choose_class,
+    click_token,
+    eventually,
+    pick,
+    press_compare,
+    same,
+    settle,
+    shoot,
+    shown,
+    tab,
+    width_of_spot,
+)
 from tests.app.browser import opened
 from tests.app.serving import tiny_examples
 from tests.app.test_pictures import load
@@ -50,33 +63,6 @@ def compare(page, name="Objects", **changes):
     choose_class(page, name)
     settle(page, SIZES | changes)
     press_compare(page)
-
-
-def pick(page, label, option):
-    """Choose in a list, and wait until the list has gone: it fades, and the next one must not be taken for it."""
-    page.get_by_label(label, exact=True).click()
-    page.get_by_role("option", name=option).first.click()
-    page.get_by_role("option").first.wait_for(state="detached")
-
-
-def choose_class(page, name):
-    pick(page, "Class", name)
-    eventually(lambda: same(page.get_by_label("Class", exact=True).input_value(), name))
-
-
-def shown(page):
-    """Return side, natural width and height of each picture of the view that is seen, once all are loaded."""
-    return page.evaluate(
-        """() => [...document.querySelectorAll('diffsieve-player img')].filter((i) => i.offsetParent && i.complete)
-             .map((i) => [i.dataset.side, i.naturalWidth, i.naturalHeight])"""
-    )
-
-
-def width_of_spot(page):
-    """Return the width on the screen of the picture of what a query attended to, 0 before it is loaded."""
-    return page.evaluate(
-        "(() => { const i = document.querySelector('#ds-spot img'); return i?.complete ? i.clientWidth : 0 })()"
-    )
 
 
 def test_a_model_of_pictures_has_its_own_controls_and_clips_get_theirs_back(page):
@@ -145,15 +131,11 @@ def test_a_comparison_of_pictures_fills_every_tab(page):
 def test_a_click_on_a_pixel_shows_where_it_looked(page):
     compare(page)
     tab(page, "Attention")
-    told, mask, spot = page.locator(".ds-spot"), page.locator("#ds-mask img"), page.locator("#ds-spot img")
+    told, mask = page.locator(".ds-spot"), page.locator("#ds-mask img")
     told.filter(has_text="row 8, column 12 attended to 16 of 384 tokens (4.2%) in detail").wait_for()
     assert page.get_by_label("number input for Query: frame of tokens").is_visible() is False
-    sizes = "(() => { const i = document.querySelector('#ds-spot img'); return [i.naturalWidth, i.clientWidth] })()"
-    eventually(lambda: same(all(page.evaluate(sizes)), True))
-    natural, width = page.evaluate(sizes)
-    scale = width / natural
-    # Captions take 20 pixels above the picture, whose tokens have 448 / 24 pixels.
-    spot.click(position={"x": (12 + 448 / 24 * 3.5) * scale, "y": (12 + 20 + 448 / 24 * 2.5) * scale})
+    eventually(lambda: same(width_of_spot(page) > 0, True))
+    click_token(page, 2, 3, columns=24)
     told.filter(has_text="row 2, column 3 attended to 16 of 384").wait_for()
     before = mask.get_attribute("src")
     page.get_by_label("number input for Head").fill("1")

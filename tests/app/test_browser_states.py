@@ -9,11 +9,11 @@ from diffsieve.app.events.settings import SettingsEvents
 from diffsieve.app.models import Shelf
 from diffsieve.app.server import ServerConfig, serve
 from diffsieve.errors import UserInputError
-from tests.app.acting import TABS, eventually, field, press_compare, same, settle, shoot, tab
+from tests.app.acting import TABS, eventually, field, pick, press_compare, same, settle, shoot, tab
 from tests.app.browser import opened
 from tests.app.conftest import small
 from tests.app.serving import EXAMPLE, tiny_examples, tiny_server
-from tests.app.test_browser_pictures import CLIPS, pick
+from tests.app.test_browser_pictures import CLIPS
 from tests.app.test_pictures import load
 from tests.tiny import wan_pipeline
 
