@@ -34,7 +34,10 @@ class BAAttCase:
     def options(self) -> dict[str, Any]:
         orders = self.orders if isinstance(self.orders, str) else torch.tensor(self.orders)
         common = {"grid_thw": self.grid, "orders": orders, "density": self.density, "block_size": self.block_size}
-        return {**common, **dict(self.extra)}
+        extra = dict(self.extra)
+        if "budgets" in extra:
+            extra["budgets"] = torch.tensor(extra["budgets"])
+        return {**common, **extra}
 
 
 CENTROID = (("compensate", "centroid"), ("score", "residual"))
@@ -50,6 +53,9 @@ CASES = [
     BAAttCase((3, 5, 7), "hilbert_window", dim=64, block_size=64, extra=CENTROID),
     BAAttCase((3, 5, 7), (1, 3), gain=200.0, extra=CENTROID),
     BAAttCase((5, 9, 10), (3, 1), dim=128, block_size=128, density=0.5, extra=CENTROID),
+    BAAttCase((3, 5, 7), (1, 3), extra=(*CENTROID, ("budgets", (1, 6)))),
+    BAAttCase((3, 5, 7), (3, 0, 2, 1), heads=4, extra=(*CENTROID, ("budgets", (7, 1, 3, 2)), ("text_suffix", 19))),
+    BAAttCase((3, 5, 7), "hilbert", heads=4, dim=24, extra=(("budgets", (1, 7, 3, 2)),)),
 ]
 
 
@@ -95,9 +101,14 @@ def launches() -> list[tuple[Any, tuple, dict]]:
             residual=True, scale=0.1, tile=form.scores,
         )  # fmt: skip
         lists_triton.list_blocks_triton(scores, 296, return_skipped=True, num_warps=form.select_warps)
+        budgets = torch.ones(2, dtype=torch.int32)
+        lists_triton.list_blocks_by_head_triton(scores, budgets, return_skipped=True, num_warps=form.select_warps)
         attended = (tokens, lse, tokens, means, means, skipped, None, perm)
+        count = torch.zeros(1, 12, 2, dtype=torch.int32)
+        by_head = (*attended[:6], count, perm)
         for tile in (form.centroids_elsewhere, form.centroids):
-            skipped_triton.add_skipped_triton(*attended, block_size=128, scale=0.1, tile=tile)
+            for lists in (attended, by_head):
+                skipped_triton.add_skipped_triton(*lists, block_size=128, scale=0.1, tile=tile)
         windows_triton.window_orders_triton(
             tokens[:, :2], torch.zeros(1, 2, 1, 128), torch.arange(256), 128, descending=True, tile=form.windows
         )

@@ -6,7 +6,7 @@ import torch
 
 from diffsieve.kernels import testing
 from diffsieve.kernels.ba_att import block_statistics, forms, select_blocks
-from diffsieve.kernels.ba_att.fused_selection import list_blocks_fused, score_blocks_fused
+from diffsieve.kernels.ba_att.fused_selection import list_blocks_by_head, list_blocks_fused, score_blocks_fused
 from diffsieve.kernels.ba_att.norm_sort import sort_windows, token_norms
 from diffsieve.kernels.ba_att.reference import select_row
 from diffsieve.kernels.ba_att.scores import _tf32_part, score_blocks
@@ -78,6 +78,33 @@ def lists_are_equal(device: str, scores: torch.Tensor, kept: int) -> bool:
         and {index.dtype, skipped.dtype} == {torch.int32}
         and (bool(scores.isnan().any()) or all(row.tolist() == select_row(score, kept) for score, row in rows))
     )
+
+
+def lists_by_head_are_equal(device: str, scores: torch.Tensor) -> bool:
+    """Lists of heads with budgets of their own: each head's against those of the call with one budget, and PyTorch's.
+
+    The scores are cut into heads of one row each; the last keeps one block, the first all, those between more and less.
+    """
+    heads, num_key = scores[..., 0].numel(), scores.shape[-1]
+    scores = scores.reshape(1, heads, 1, num_key)
+    budgets = torch.linspace(num_key, 1, heads).long()
+    equal = []
+    for fused in (True, False):
+        with testing.poisoned_memory():
+            lists = list_blocks_by_head(scores.to(device), budgets, return_skipped=True, fused=fused)
+            alone = list_blocks_by_head(scores.to(device), budgets, return_skipped=False, fused=fused)
+        index, count, skipped, skipped_count = (x.cpu() for x in lists)
+        equal += [torch.equal(alone[0].cpu(), index), torch.equal(alone[1].cpu(), count)]
+        equal += [alone[2].numel() == 0, alone[3].numel() == 0, {x.dtype for x in lists} == {torch.int32}]
+        for head, kept in enumerate(budgets.tolist()):
+            expected = select_blocks(scores[:, head], kept)[0, 0]
+            others = skipped_blocks(expected, None, num_key)[0]
+            equal += [count[0, head, 0] == kept, skipped_count[0, head, 0] == num_key - kept]
+            equal += [torch.equal(index[0, head, 0, :kept], expected)]
+            equal += [torch.equal(skipped[0, head, 0, : num_key - kept], others)]
+            rest = index[0, head, 0, kept:], skipped[0, head, 0, num_key - kept :]
+            equal += [bool((x == num_key - 1).all()) for x in rest]
+    return all(equal)
 
 
 def window_order_is_equal(device: str, length: int, window: int, descending: bool, gain: float = 1.0) -> bool:
@@ -152,4 +179,5 @@ def checks() -> dict[str, Callable[[str], float | bool]]:
     found["window order: large activations"] = lambda device: window_order_is_equal(device, 450, 96, True, gain=64.0)
     for name, (scores, kept) in _scores().items():
         found[f"lists: {name}"] = lambda device, s=scores, k=kept: lists_are_equal(device, s, k)
+        found[f"lists by head: {name}"] = lambda device, s=scores: lists_by_head_are_equal(device, s)
     return found

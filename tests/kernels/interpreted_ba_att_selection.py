@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from diffsieve.kernels.ba_att.fused_selection import _list_blocks_op, _score_blocks_op
+from diffsieve.kernels.ba_att.fused_selection import _list_blocks_by_head_op, _list_blocks_op, _score_blocks_op
 from tests.kernels.ba_att_selection_cases import checks
 
 if __name__ == "__main__":
@@ -23,4 +23,6 @@ if __name__ == "__main__":
         torch.library.opcheck(_score_blocks_op, (*[moments] * 4, size, centre, *options), test_utils=check)
         for return_skipped in (True, False):
             torch.library.opcheck(_list_blocks_op, (torch.randn(2, 3, 7), 4, return_skipped), test_utils=check)
+            lists = torch.randn(2, 3, 5, 7), torch.tensor([1, 7, 4]), return_skipped, True
+            torch.library.opcheck(_list_blocks_by_head_op, lists, test_utils=check)
     json.dump({name: check("cpu") for name, check in checks().items()}, sys.stdout)

@@ -88,6 +88,64 @@ def test_options_match_reference(orders, options, generator):
     check_against_reference(inputs, grid_thw=GRIDS[450], orders=orders, block_size=32, **{"density": 0.4, **options})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compensate": "centroid", "score": "residual"},
+        {"score": "halfk", "compensate": "centroid"},
+        {"compensate": "centroid", "text_prefix": 7, "text_suffix": 33},
+        {"text_suffix": 5, "density": 0.01},
+    ],
+    ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items()),
+)
+@pytest.mark.parametrize("budgets", [[1, 15, 6, 3], [15, 15, 15, 1], [4, 4, 4, 4]], ids=str)
+def test_budgets_of_heads_match_reference(budgets, options, generator):
+    num_text = options.get("text_prefix", 0) + options.get("text_suffix", 0)
+    inputs = qkv(generator, 450 + num_text, heads=4, key_heads=2)
+    options = {"density": 0.4, "orders": torch.tensor([2, 3, 1, 4]), "block_size": 32, **options}
+    _, info = check_against_reference(inputs, grid_thw=GRIDS[450], budgets=torch.tensor(budgets), **options)
+    text = -(-num_text // 32)
+    assert info.kept_pairs == 2 * 15 * sum(budgets) + 2 * 4 * text * (15 + 15 + text)
+    mask = block_mask(info.block_index, info.block_count, 15)
+    assert mask.sum(-1).eq(torch.tensor(budgets)[:, None]).all()
+    sizes = torch.tensor([32] * 14 + [2])
+    tokens = (mask * sizes * sizes[:, None]).sum() + 2 * 4 * num_text * (450 + 450 + num_text)
+    assert info.kept_token_pairs == tokens
+
+
+@pytest.mark.parametrize("length", [1, 127, 129])
+def test_budgets_match_reference_at_any_length(length, generator):
+    blocks = -(-length // 16)
+    budgets = torch.tensor([1, blocks, (blocks + 1) // 2], dtype=torch.int32)
+    inputs = qkv(generator, length)
+    options = {"grid_thw": GRIDS[length], "orders": "hilbert", "density": 0.3, "block_size": 16}
+    check_against_reference(inputs, compensate="centroid", budgets=budgets, **options)
+
+
+def test_equal_budgets_are_the_call_without_them(generator, monkeypatch):
+    inputs = qkv(generator, 450, dtype=torch.float32)
+    options = {"grid_thw": GRIDS[450], "orders": "hilbert", "density": 0.4, "block_size": 32, "return_info": True}
+    expected, info = ba_attention(*inputs, compensate="centroid", **options)
+    monkeypatch.setattr(room, "list_blocks_by_head", None)  # not called
+    out, alike = ba_attention(*inputs, compensate="centroid", budgets=torch.tensor([6, 6, 6]), **options)
+    assert torch.equal(out, expected)
+    assert torch.equal(alike.block_index, info.block_index)
+    assert alike.block_count is None
+
+
+def test_gradients_with_budgets(generator):
+    inputs = [x.detach().requires_grad_() for x in qkv(generator, 20, heads=2, dim=3, batch=1)]
+    options = {"grid_thw": (1, 4, 5), "orders": torch.tensor([3, 4]), "density": 0.5, "block_size": 4}
+    options |= {"compensate": "centroid", "budgets": torch.tensor([2, 5])}
+    got = torch.autograd.grad(ba_attention(*inputs, **options).sin().sum(), inputs)
+    dense = torch.autograd.grad(scaled_dot_product_attention(*inputs).sin().sum(), inputs)
+    for one, other in zip(got, dense, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one[:, 1], other[:, 1], rtol=0, atol=1e-11)  # the head that keeps all
+        assert not torch.allclose(one[:, 0], other[:, 0])
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("orders", [*CANDIDATE_ORDERS, "table"])
 def test_all_blocks_are_dense_attention(orders, preset, generator):
@@ -319,6 +377,17 @@ GOOD = {"grid_thw": GRIDS[450], "orders": "raster", "density": 0.5, "block_size"
         ({"backend": ["torch"]}, r"backend must be one of .* got \['torch'\]"),
         ({"timer": 1}, "timer must be callable or None, got 1"),
         ({"custom": "hilbert"}, "custom must be a CustomSelection or None, got 'hilbert'"),
+        ({"budgets": [1, 2, 3]}, "budgets must be a tensor or None, got list"),
+        ({"budgets": torch.tensor([1, 2])}, r"budgets must be int64 or int32 of shape \(3,\) on the CPU, .* \(2,\)"),
+        ({"budgets": torch.ones(3)}, "budgets must be int64 or int32 .* got torch.float32"),
+        ({"budgets": torch.ones(3, dtype=torch.int64, device="meta")}, "budgets must be .* on meta"),
+        ({"budgets": torch.tensor([0, 7, 14])}, r"budgets must hold whole numbers in \[1, 15\], got 0"),
+        ({"budgets": torch.tensor([16, 16, 16])}, r"budgets must hold whole numbers in \[1, 15\], got 16"),
+        ({"budgets": torch.tensor([1, 7, 14]), "top_p": 0.9}, "budgets must be None with top_p.* got top_p=0.9"),
+        (
+            {"budgets": torch.tensor([1, 7, 14]), "custom": CustomSelection(select=lambda *_, **__: None)},
+            "budgets must be None beside a custom selection",
+        ),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()),
 )

@@ -44,6 +44,24 @@ def test_other_tables_run_the_same_graph(qkv):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("compensate", ["none", "centroid"])
+def test_other_budgets_run_the_same_graph(compensate, qkv):
+    def with_budgets(query, key, value, budgets):
+        return call(query, key, value, "hilbert", compensate=compensate, budgets=budgets)
+
+    compiled, counter = compile_counted(with_budgets, "aot_eager")
+    for numbers in ([1, 15, 7, 3], [8, 2, 2, 1], [5, 5, 5, 5]):
+        out, info = compiled(*qkv, torch.tensor(numbers))
+        expected, eager = with_budgets(*qkv, torch.tensor(numbers))
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+        count = [set(rows.flatten().tolist()) for rows in info.block_count.unbind(1)]
+        assert count == [{number} for number in numbers]
+        assert info.kept_token_pairs == eager.kept_token_pairs
+    assert counter.frame_count == 1
+    with pytest.raises(UserInputError, match=r"budgets must hold whole numbers in \[1, 15\], got 16"):
+        compiled(*qkv, torch.tensor([1, 2, 3, 16]))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -84,6 +102,7 @@ WRONG_CALL = [
     ({"window": 33}, "window must be a positive multiple of block_size (32), got 33"),
     ({"orders": "spiral"}, "orders must be one of "),
     ({"orders": torch.tensor([0, 1])}, "orders must be an integer tensor of shape (4,)"),
+    ({"budgets": torch.tensor([1, 2])}, "budgets must be int64 or int32 of shape (4,) on the CPU"),
 ]
 WRONG_CALIBRATION = [
     ({"probe_blocks": 0}, "probe_blocks must be at least 1, a whole number, or None, got 0"),
@@ -164,6 +183,7 @@ def test_calibration_compiles_without_a_break(qkv):
 
 def test_custom_ops(qkv):
     from diffsieve.kernels.ba_att.calibration import _calibrate_op
+    from diffsieve.kernels.ba_att.fused_selection import _list_blocks_by_head_op
     from diffsieve.kernels.ba_att.ordering import _head_orders_op, _order_table_op
 
     cpu = torch.device("cpu")
@@ -176,6 +196,9 @@ def test_custom_ops(qkv):
         for compensate, given in (("none", None), ("centroid", dense)):
             options = (GRID, 0.5, 32, 0.5, True, True, True, None, True, compensate, "moments", 0, 0, 0.25, 4, "auto")
             torch.library.opcheck(_calibrate_op, (*qkv, given, *options), test_utils=check)
+        for return_skipped in (True, False):
+            lists = torch.randn(2, 3, 5, 7), torch.tensor([1, 7, 4]), return_skipped, False
+            torch.library.opcheck(_list_blocks_by_head_op, lists, test_utils=check)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ pytestmark = [
 # Bytes of spill stores and loads. The tile of the scores is chosen for Hopper: elsewhere up to eight words of it spill,
 # on sm_86 with every compiler and on sm_80 with that of Triton 3.6 (six). On Hopper the first launch of the
 # compensation is kept to 128 registers, for four programs on a multiprocessor, and was the fastest of eight tiles so:
-# 32 bytes spill with Triton 3.6, with which it was measured, and 64 with 3.8.
+# 32 bytes spill with Triton 3.6, with which it was measured, and 64 with 3.8; with counts 72 with 3.8.
 SPILLS = {
     90: {"add_skipped_ahead_kernel": 64},
     80: {"split_scores_kernel": 32},
@@ -29,12 +29,14 @@ SPILLS = {
 @pytest.mark.parametrize("arch", SPILLS)
 def test_nearly_all_stays_in_registers(arch):
     found = launches()
-    assert len(found) == 13
+    assert len(found) == 18
     for kernel, args, kwargs in found:
         if arch != 90 and kernel.__name__ == "add_skipped_ahead_kernel":
             continue  # Hopper's
         result = compile_launch(kernel, args, kwargs, arch)
         allowed = 0 if kwargs.get("ONLINE") else SPILLS[arch].get(result.name, 0)
+        if kwargs.get("HAS_COUNT") and allowed:
+            allowed += 8
         assert result.spills <= allowed, result.name
         assert result.shared <= SHARED_MEMORY[arch], result.name
         assert result.unwritten == [], result.name

@@ -19,7 +19,17 @@ CASES = [
     {"orders": "table"},
     {"orders": "table", "score": "residual", "compensate": "centroid"},
     {"orders": "table", "score": "halfk", "top_p": 0.8, "compensate": "centroid", "text_suffix": 20},
+    {"orders": "hilbert", "budgets": (1, 15, 4, 7), "compensate": "centroid"},
+    {"orders": "hilbert", "budgets": (1, 15, 4, 7), "text_suffix": 20},
 ]
+# They read a table on the CPU: of the ids of orders, of budgets.
+READERS = ("head_orders", "list_blocks_by_head")
+
+
+def options_of(case):
+    """The arguments of a case, tables as tensors on the CPU."""
+    tables = {"orders": torch.tensor([0, 1, 3, 4])} if case["orders"] == "table" else {}
+    return case | tables | ({"budgets": torch.tensor(case["budgets"])} if "budgets" in case else {})
 
 
 class NoWait(TorchDispatchMode):
@@ -29,8 +39,7 @@ class NoWait(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
         devices = {x.device.type for x in tensors}
-        # The table of order ids, on the CPU, is an argument of the operation that is made to read it.
-        if len(devices) > 1 and "head_orders" not in str(func):
+        if len(devices) > 1 and not any(reader in str(func) for reader in READERS):
             pytest.fail(f"{func} connects {sorted(devices)}: a copy between them makes the host wait")
         return result
 
@@ -49,9 +58,9 @@ def test_whole_call(case, backend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     # It looks at the values of a table on the CPU, which fake tensors do not have.
     monkeypatch.setattr("diffsieve.kernels.ba_att.ordering._check_orders", lambda *_: None)
+    monkeypatch.setattr("diffsieve.kernels.ba_att.attention._equal_budget", lambda *_: None)
     with FakeTensorMode():
-        table = torch.tensor([0, 1, 3, 4])
-        options = {**case, "orders": table if case["orders"] == "table" else case["orders"]}
+        options = options_of(case)
         length = LENGTH + case.get("text_suffix", 0)
         inputs = [on_a_gpu(1, length, HEADS, 64).transpose(1, 2) for _ in range(3)]
         with NoWait():
@@ -104,8 +113,7 @@ def test_a_wait_is_noticed():
 def test_on_a_gpu(case):
     length = LENGTH + case.get("text_suffix", 0)
     inputs = [torch.randn(1, length, HEADS, 64, device="cuda").bfloat16().transpose(1, 2) for _ in range(3)]
-    options = {**case, "orders": torch.tensor([0, 1, 3, 4]) if case["orders"] == "table" else case["orders"]}
-    options |= {"grid_thw": GRID, "density": 0.5, "block_size": 32, "return_info": True}
+    options = options_of(case) | {"grid_thw": GRID, "density": 0.5, "block_size": 32, "return_info": True}
     ba_attention(*inputs, **options)  # compiles kernels and keeps the table of the grid
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

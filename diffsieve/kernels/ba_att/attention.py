@@ -17,10 +17,10 @@ from .centroids import add_centroids, add_skipped_fused
 from .checks import check_arguments, check_custom_order
 from .custom import CustomSelection
 from .fused import fuses, gather_with_means, gather_with_statistics, scatter_tokens
-from .fused_selection import list_blocks_fused, score_blocks_fused, selects
+from .fused_selection import check_budgets, list_blocks_by_head, list_blocks_fused, score_blocks_fused, selects
 from .ordering import Grid, Orders, TokenOrders, gather_tokens, token_orders
 from .scores import score_blocks
-from .selection import block_mask, kept_blocks, select_blocks, select_blocks_top_p, skipped_blocks
+from .selection import block_mask, kept_video_blocks, select_blocks, select_blocks_top_p, skipped_blocks
 from .statistics import BlockStatistics
 
 __all__ = ["BAAttInfo", "ba_attention"]
@@ -79,6 +79,7 @@ def ba_attention(
     return_info: bool = False,
     timer: Callable[[str], AbstractContextManager[object]] | None = None,
     custom: CustomSelection | None = None,
+    budgets: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, BAAttInfo]:
     """Attend to the key blocks that block moments predict to matter (BA-Att).
 
@@ -119,6 +120,10 @@ def ba_attention(
         timer: gives a context manager to run a part of the call in: "selection" (order to selection; again to undo the
             order) or "attention". Eager mode only.
         custom: an order or a selection in place of the method's own; a selection not with `top_p`.
+        budgets: int64 or int32 (H,) on the CPU, video blocks in [1, N] that each query block of a head keeps, in place
+            of the number that `density` gives, text blocks beside them; `None` keeps that number in all heads. Not with
+            `top_p` or a custom selection. Other values run the same compiled graph; in eager mode equal ones are as
+            fast as `None`.
 
     Returns:
         (B, H, L, D) in the dtype of `query`, and `BAAttInfo` if asked for.
@@ -152,6 +157,7 @@ def ba_attention(
         return_info=return_info,
         timer=timer,
         custom=custom,
+        budgets=budgets,
     )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     stage = nullcontext if timer is None else timer
@@ -183,8 +189,11 @@ def ba_attention(
             v, value_mean = gather_with_means(video_value, order.key, block_size, fused=fused)
         else:
             v = gather_tokens(video_value, order.key)
-        kept = _video_budget(density, key_stats, num_text, block_size)
-        block_count = skipped = None
+        num_key, text_blocks = key_stats.size.shape[0], -(-num_text // block_size)
+        kept = kept_video_blocks(num_key, text_blocks, density)
+        if budgets is not None and (alike := _equal_budget(budgets, num_key)) is not None:
+            kept, budgets = alike, None
+        block_count = skipped = skipped_count = None
         if custom is not None and custom.select is not None:
             block_index, block_count = custom.select(
                 q.detach(), k.detach(), kept=kept, block_size=block_size, scale=scale
@@ -201,12 +210,19 @@ def ba_attention(
                 scores = score_blocks_fused(score, query_stats, key_stats, **how)
             else:
                 scores = score_blocks(score, query_stats, key_stats, k.detach(), block_size, **how)
-            if top_p is None and fused and selects(scores.shape[-1]):
+            if budgets is not None:
+                block_index, block_count, skipped, skipped_count = list_blocks_by_head(
+                    scores,
+                    budgets,
+                    return_skipped=fused and compensate == "centroid",
+                    fused=fused and selects(scores.shape[-1]),
+                )
+            elif top_p is None and fused and selects(scores.shape[-1]):
                 block_index, skipped = list_blocks_fused(scores, kept, return_skipped=compensate == "centroid")
             elif top_p is None:
                 block_index = select_blocks(scores, kept)
             else:
-                fewest = min(kept, _video_budget(min_density, key_stats, num_text, block_size))
+                fewest = min(kept, kept_video_blocks(num_key, text_blocks, min_density))
                 block_index, block_count = select_blocks_top_p(scores, top_p, min_blocks=fewest, max_blocks=kept)
 
     # The kernel that compensates is the last one, unless text joins: it can write to where the tokens came from.
@@ -218,12 +234,12 @@ def ba_attention(
         else:
             out, lse = attend(q, k, v, block_index, block_count)
             del k, v  # copies in their order: the compensation asks for memory, and needs their means alone
-            num_key = key_stats.size.shape[0]
             if compensate == "centroid" and fused:
-                blocks = skipped_blocks(block_index, block_count, num_key) if skipped is None else (skipped, None)
+                if skipped is None:
+                    skipped, skipped_count = skipped_blocks(block_index, block_count, num_key)
                 perm = order.query if compensated_in_place else None
-                means = (key_stats.mean, value_mean)
-                out, lse = add_skipped_fused(out, lse, q, *means, *blocks, perm, block_size=block_size, scale=scale)
+                others = (key_stats.mean, value_mean, skipped, skipped_count)
+                out, lse = add_skipped_fused(out, lse, q, *others, perm, block_size=block_size, scale=scale)
             elif compensate == "centroid":
                 kept_mask = block_mask(block_index, block_count, num_key)
                 inputs = (out, lse, q, key_stats.mean, value_mean, key_stats.size, kept_mask)
@@ -253,10 +269,13 @@ def ba_attention(
     )
 
 
-def _video_budget(density: float, key_stats: BlockStatistics, num_text: int, block_size: int) -> int:
-    """Video blocks kept per row: what the text blocks leave of the budget, at least one."""
-    video, text = key_stats.size.shape[0], -(-num_text // block_size)
-    return min(video, max(1, kept_blocks(video + text, density) - text))
+def _equal_budget(budgets: torch.Tensor, num_key: int) -> int | None:
+    """The number that all heads keep, `None` where they differ or values cannot be seen, as in compiled code."""
+    if torch.compiler.is_compiling():
+        return None
+    values = budgets.tolist()
+    check_budgets(values, num_key)
+    return values[0] if len(set(values)) == 1 else None
 
 
 def _attend(

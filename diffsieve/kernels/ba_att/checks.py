@@ -26,6 +26,7 @@ _NOT_OF_CALIBRATION = {
     "return_info": False,
     "timer": None,
     "custom": None,
+    "budgets": None,
 }
 
 
@@ -38,6 +39,7 @@ def check_arguments(query: Any, key: Any, value: Any, **options: Any) -> None:
     _check_tensors(query, key, value)
     _check_types(options)
     _check_ranges(options, query.shape[2])
+    _check_budgets(options, query.shape[1])
 
 
 def check_custom_order(order: TokenOrders, query: Tensor, key: Tensor) -> None:
@@ -130,6 +132,25 @@ def _check_ranges(options: Mapping[str, Any], tokens: int) -> None:
         raise UserInputError(
             f"text_prefix + text_suffix must be below the number of tokens ({tokens}), got {prefix} + {suffix}"
         )
+
+
+# Values are read where blocks are listed: that is too early for compiled code.
+def _check_budgets(options: Mapping[str, Any], heads: int) -> None:
+    budgets = options["budgets"]
+    if budgets is None:
+        return
+    if not isinstance(budgets, Tensor):
+        raise UserInputError(f"budgets must be a tensor or None, got {type(budgets).__name__}")
+    if budgets.dtype not in (torch.int64, torch.int32) or budgets.shape != (heads,) or budgets.device.type != "cpu":
+        raise UserInputError(
+            f"budgets must be int64 or int32 of shape ({heads},) on the CPU, one number per query head, got "
+            f"{budgets.dtype} of shape {tuple(budgets.shape)} on {budgets.device}"
+        )
+    if options["top_p"] is not None:
+        raise UserInputError(f"budgets must be None with top_p, which sets them by row, got top_p={options['top_p']}")
+    custom = options["custom"]
+    if custom is not None and custom.select is not None:
+        raise UserInputError("budgets must be None beside a custom selection, which sets its own")
 
 
 def _is_number(value: Any) -> bool:

@@ -1,16 +1,19 @@
-"""Scores and choice of blocks as Triton kernels.
+"""Scores and choice of blocks as Triton kernels, and the choice by heads with budgets of their own.
 
 Shapes: B batch, H query heads, Hkv key heads, Nq and Nk blocks, D channels.
 """
 
 import torch
 
+from diffsieve.errors import UserInputError
+
 from ..custom_ops import custom_op
 from . import forms
 from .scores import mean_key
+from .selection import select_blocks_by_head, skipped_blocks
 from .statistics import BlockStatistics
 
-__all__ = ["list_blocks_fused", "score_blocks_fused", "selects"]
+__all__ = ["list_blocks_by_head", "list_blocks_fused", "score_blocks_fused", "selects"]
 
 # Scores of one row that a program holds in registers.
 _MAX_COLUMNS = 16_384
@@ -49,6 +52,37 @@ def list_blocks_fused(scores: torch.Tensor, kept: int, *, return_skipped: bool) 
     """
     found: tuple[torch.Tensor, torch.Tensor] = _list_blocks_op(scores, kept, return_skipped)
     return found
+
+
+def list_blocks_by_head(
+    scores: torch.Tensor, budgets: torch.Tensor, *, return_skipped: bool, fused: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """List the best key blocks of every row, as many as its head has, and the other blocks.
+
+    Args:
+        scores: fp32 (B, H, Nq, Nk), as in `selection.select_blocks`.
+        budgets: int64 or int32 (H,) on the CPU, each in [1, Nk]; their values are read when it runs.
+        return_skipped: whether to list the other blocks too.
+        fused: by a Triton kernel; see `selects`.
+
+    Returns:
+        int32 (B, H, Nq, Nk) and (B, H, Nq): the kept blocks, ascending, and how many; later entries hold Nk - 1. Then
+        the same of the skipped blocks, empty unless asked for.
+
+    Raises:
+        UserInputError: a budget is out of its range.
+    """
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = _list_blocks_by_head_op(
+        scores, budgets, return_skipped, fused
+    )
+    return found
+
+
+def check_budgets(values: list[int], num_key: int) -> None:
+    """Raise a `UserInputError` unless each is in [1, num_key]."""
+    wrong = [value for value in values if not 1 <= value <= num_key]
+    if wrong:
+        raise UserInputError(f"budgets must hold whole numbers in [1, {num_key}], got {wrong[0]}")
 
 
 @custom_op("diffsieve::score_blocks")
@@ -91,3 +125,38 @@ def _(scores: torch.Tensor, kept: int, return_skipped: bool) -> tuple[torch.Tens
     rows, num_key = scores.shape[:-1], scores.shape[-1]
     index = scores.new_empty((*rows, kept), dtype=torch.int32)
     return index, scores.new_empty((*rows, num_key - kept) if return_skipped else (0,), dtype=torch.int32)
+
+
+# Opaque to the compiler for the reasons of `ordering._head_orders_op`.
+@custom_op("diffsieve::list_blocks_by_head", tags=(torch.Tag.cudagraph_unsafe,))
+def _list_blocks_by_head_op(
+    scores: torch.Tensor, budgets: torch.Tensor, return_skipped: bool, fused: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_budgets(budgets.tolist(), scores.shape[-1])
+    # Nobody waits for so few bytes: they are staged before the call returns.
+    on_device = budgets.to(scores.device, torch.int32, non_blocking=True)
+    if fused:
+        from .lists_triton import list_blocks_by_head_triton
+
+        return list_blocks_by_head_triton(
+            scores, on_device, return_skipped=return_skipped, num_warps=forms.FORMS.select_warps
+        )
+    index, count = select_blocks_by_head(scores, on_device)
+    nothing = count.new_empty(0)
+    if not return_skipped:
+        return index, count, nothing, nothing.clone()
+    skipped, skipped_count = skipped_blocks(index, count, scores.shape[-1])
+    assert skipped_count is not None
+    past = torch.arange(scores.shape[-1], device=scores.device) >= skipped_count[..., None]
+    return index, count, skipped.masked_fill(past, scores.shape[-1] - 1), skipped_count
+
+
+@torch.library.register_fake("diffsieve::list_blocks_by_head")
+def _(
+    scores: torch.Tensor, budgets: torch.Tensor, return_skipped: bool, fused: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    index = scores.new_empty(scores.shape, dtype=torch.int32)
+    count = scores.new_empty(scores.shape[:-1], dtype=torch.int32)
+    if return_skipped:
+        return index, count, torch.empty_like(index), torch.empty_like(count)
+    return index, count, index.new_empty(0), index.new_empty(0)

@@ -12,12 +12,16 @@ import triton.language as tl
 from ..sizes import next_power_of_2
 
 
-@triton.jit(do_not_specialize=["num_key", "kept"])
+@triton.jit(do_not_specialize=["num_key", "kept", "num_query", "heads"])
 def list_blocks_kernel(  # type: ignore[no-untyped-def]
-    scores, kept_index, skipped_index, num_key, kept, COLUMNS: tl.constexpr, STORE_SKIPPED: tl.constexpr,
+    scores, kept_index, skipped_index, budgets, kept_count, skipped_count, num_key, kept, num_query, heads,
+    COLUMNS: tl.constexpr, STORE_SKIPPED: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
+    """Every row keeps `kept` blocks; `BY_HEAD`, as many as `budgets` has for its head, in lists of `num_key`."""
     row = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, COLUMNS)
+    if BY_HEAD:
+        kept = tl.load(budgets + tl.program_id(0) // num_query % heads)
     column = o_n < num_key
     b_s = tl.load(scores + row * num_key + o_n, mask=column, other=0.0)
     # Unsigned integers that ascend with the scores, above 0. -0 becomes 0, which it equals; NaN becomes the largest.
@@ -53,9 +57,18 @@ def list_blocks_kernel(  # type: ignore[no-untyped-def]
     counts = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
     so_far = (counts & 0xFFFF) + tl.minimum(counts >> 16, left)  # kept blocks up to here, this one included
     taken = above | (equal & ((counts >> 16) <= left))
-    tl.store(kept_index + row * kept + so_far - 1, o_n, mask=taken)
-    if STORE_SKIPPED:
-        tl.store(skipped_index + row * (num_key - kept) + o_n - so_far, o_n, mask=column & (taken == 0))
+    if BY_HEAD:
+        tl.store(kept_count + row, kept)
+        tl.store(kept_index + row * num_key + so_far - 1, o_n, mask=taken)
+        tl.store(kept_index + row * num_key + o_n, num_key - 1, mask=column & (o_n >= kept))
+        if STORE_SKIPPED:
+            tl.store(skipped_count + row, num_key - kept)
+            tl.store(skipped_index + row * num_key + o_n - so_far, o_n, mask=column & (taken == 0))
+            tl.store(skipped_index + row * num_key + o_n, num_key - 1, mask=column & (o_n >= num_key - kept))
+    else:
+        tl.store(kept_index + row * kept + so_far - 1, o_n, mask=taken)
+        if STORE_SKIPPED:
+            tl.store(skipped_index + row * (num_key - kept) + o_n - so_far, o_n, mask=column & (taken == 0))
 
 
 def list_blocks_triton(
@@ -76,7 +89,29 @@ def list_blocks_triton(
     columns = next_power_of_2(num_key)
     with torch.cuda.device_of(scores):
         list_blocks_kernel[scores.numel() // num_key,](
-            scores, index, skipped, num_key, kept, COLUMNS=columns, STORE_SKIPPED=return_skipped,
-            num_warps=min(16, max(1, num_warps * columns // 1024)),
+            scores, index, skipped, None, None, None, num_key, kept, 0, 0,
+            COLUMNS=columns, STORE_SKIPPED=return_skipped, BY_HEAD=False, num_warps=_warps(num_warps, columns),
         )  # fmt: skip
     return index, skipped
+
+
+def list_blocks_by_head_triton(
+    scores: torch.Tensor, budgets: torch.Tensor, *, return_skipped: bool, num_warps: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Same meaning as `fused_selection.list_blocks_by_head`, with int32 budgets (H,) on the device of the scores."""
+    scores = scores.contiguous()
+    _, heads, num_query, num_key = scores.shape
+    index = torch.empty_like(scores, dtype=torch.int32)
+    count = scores.new_empty(scores.shape[:-1], dtype=torch.int32)
+    skipped, skipped_count = (torch.empty_like(x) if return_skipped else x.new_empty(0) for x in (index, count))
+    columns = next_power_of_2(num_key)
+    with torch.cuda.device_of(scores):
+        list_blocks_kernel[scores.numel() // num_key,](
+            scores, index, skipped, budgets, count, skipped_count, num_key, 0, num_query, heads,
+            COLUMNS=columns, STORE_SKIPPED=return_skipped, BY_HEAD=True, num_warps=_warps(num_warps, columns),
+        )  # fmt: skip
+    return index, count, skipped, skipped_count
+
+
+def _warps(per_1024: int, columns: int) -> int:
+    return min(16, max(1, per_1024 * columns // 1024))

@@ -165,6 +165,7 @@ def ba_attention_reference(
     text_prefix: int = 0,
     text_suffix: int = 0,
     scale: float | None = None,
+    budgets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[list[list[list[int]]]]]:
     """Compute BA-Att by its definition; arguments as in `ba_attention`.
 
@@ -206,7 +207,8 @@ def ba_attention_reference(
                 scale=scale,
             )
             if top_p is None:
-                kept = [select_row(row, video_budget(density)) for row in scores]
+                of_head = video_budget(density) if budgets is None else int(budgets[h])
+                kept = [select_row(row, of_head) for row in scores]
             else:
                 fewest, most = video_budget(min_density), video_budget(density)
                 kept = [select_row_top_p(row, top_p, fewest, most) for row in scores]

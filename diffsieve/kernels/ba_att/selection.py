@@ -6,12 +6,31 @@ import torch
 
 from ...errors import refuse
 
-__all__ = ["block_mask", "kept_blocks", "select_blocks", "select_blocks_top_p", "skipped_blocks"]
+__all__ = [
+    "block_mask",
+    "kept_blocks",
+    "kept_video_blocks",
+    "select_blocks",
+    "select_blocks_by_head",
+    "select_blocks_top_p",
+    "skipped_blocks",
+]
 
 
 def kept_blocks(num_blocks: int, density: float) -> int:
     """Return kappa = max(1, floor(density * N + 1/2)), the key blocks kept of `num_blocks`."""
     return min(num_blocks, max(1, int(density * num_blocks + 0.5)))
+
+
+def kept_video_blocks(num_video: int, num_text: int, density: float) -> int:
+    """Return the video blocks that a row keeps: what the text blocks leave of its budget, at least one.
+
+    Args:
+        num_video: blocks of video tokens.
+        num_text: blocks of text tokens, which every row keeps.
+        density: share of all blocks that a row keeps.
+    """
+    return min(num_video, max(1, kept_blocks(num_video + num_text, density) - num_text))
 
 
 def select_blocks(scores: torch.Tensor, kept: int) -> torch.Tensor:
@@ -34,6 +53,25 @@ def select_blocks(scores: torch.Tensor, kept: int) -> torch.Tensor:
         return torch.arange(num_blocks, dtype=torch.int32, device=scores.device).expand(scores.shape).contiguous()
     best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :kept]
     return best.to(torch.int32).sort(dim=-1).values
+
+
+def select_blocks_by_head(scores: torch.Tensor, budgets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the best key blocks of every row, as many as its head has.
+
+    Args:
+        scores: (B, H, Nq, Nk), as in `select_blocks`.
+        budgets: integers (H,), on the device of `scores`, each in [1, Nk].
+
+    Returns:
+        index: int32 (B, H, Nq, Nk), ascending; entries from `count` on hold Nk - 1 and are to be ignored.
+        count: int32 (B, H, Nq), blocks kept.
+    """
+    num_blocks = scores.shape[-1]
+    ranked = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+    position = torch.arange(num_blocks, device=scores.device)
+    index = torch.where(position < budgets[:, None, None], ranked, num_blocks).sort(dim=-1).values
+    count = budgets.to(torch.int32)[:, None].expand(scores.shape[:-1]).contiguous()
+    return index.clamp(max=num_blocks - 1).to(torch.int32), count
 
 
 def select_blocks_top_p(
