@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffsieve import UserInputError
-from diffsieve.kernels.ba_att import ba_attention, calibrate_orders, choose_orders
+from diffsieve.kernels.ba_att import ba_attention, calibrate_budgets, calibrate_orders, choose_orders
 
 GRID = (5, 9, 10)
 
@@ -116,6 +116,7 @@ WRONG_CALIBRATION = [
     [
         *((ba_attention, *wrong) for wrong in WRONG + WRONG_CALL),
         *((calibrate_orders, *wrong) for wrong in WRONG + WRONG_CALIBRATION),
+        *((partial(calibrate_budgets, orders="hilbert"), *wrong) for wrong in WRONG + WRONG_CALIBRATION),
     ],
 )
 def test_compiled_code_refuses_wrong_arguments(function, changes, message, qkv):
@@ -172,8 +173,10 @@ def test_numbers_that_change_are_checked_without_a_break(qkv):
 
 def test_calibration_compiles_without_a_break(qkv):
     def function(query, key, value):
-        errors = calibrate_orders(query, key, value, grid_thw=GRID, density=0.5, block_size=32, compensate="centroid")
-        return errors, choose_orders(errors)
+        how = {"grid_thw": GRID, "density": 0.5, "block_size": 32, "compensate": "centroid"}
+        errors = calibrate_orders(query, key, value, **how)
+        orders = choose_orders(errors)
+        return errors, orders, calibrate_budgets(query, key, value, orders=orders, **how)
 
     compiled, counter = compile_counted(function, "aot_eager")
     for got, expected in zip(compiled(*qkv), function(*qkv), strict=True):
@@ -182,6 +185,7 @@ def test_calibration_compiles_without_a_break(qkv):
 
 
 def test_custom_ops(qkv):
+    from diffsieve.kernels.ba_att.budget_calibration import _calibrate_budgets_op
     from diffsieve.kernels.ba_att.calibration import _calibrate_op
     from diffsieve.kernels.ba_att.fused_selection import _list_blocks_by_head_op
     from diffsieve.kernels.ba_att.ordering import _head_orders_op, _order_table_op
@@ -196,6 +200,8 @@ def test_custom_ops(qkv):
         for compensate, given in (("none", None), ("centroid", dense)):
             options = (GRID, 0.5, 32, 0.5, True, True, True, None, True, compensate, "moments", 0, 0, 0.25, 4, "auto")
             torch.library.opcheck(_calibrate_op, (*qkv, given, *options), test_utils=check)
+            for orders in ((table, ""), (None, "hilbert")):
+                torch.library.opcheck(_calibrate_budgets_op, (*qkv, given, *orders, *options), test_utils=check)
         for return_skipped in (True, False):
             lists = torch.randn(2, 3, 5, 7), torch.tensor([1, 7, 4]), return_skipped, False
             torch.library.opcheck(_list_blocks_by_head_op, lists, test_utils=check)

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from diffsieve.kernels.ba_att import CANDIDATE_ORDERS, ba_attention
+from diffsieve.kernels.ba_att.budget_calibration import _calibrate_budgets_op
 from diffsieve.kernels.ba_att.calibration import _calibrate_op
 from diffsieve.kernels.ba_att.ordering import _sort_all_heads, _sort_known_heads
 
@@ -87,14 +88,18 @@ def test_orders_of_heads(table, fused):
 @pytest.mark.parametrize("compensate", ["none", "centroid"])
 def test_calibration(compensate, backend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    # What the operation does, which its fake stands in for otherwise. beta, center_keys, log_count, descending, window,
-    # second_order; then compensate, score, text_prefix, text_suffix, scale, probe_blocks.
+    # What the operations do, which their fakes stand in for otherwise. beta, center_keys, log_count, descending,
+    # window, second_order; then compensate, score, text_prefix, text_suffix, scale, probe_blocks.
     options = (GRID, 0.5, 32, 0.5, True, True, True, 64, True, compensate, "residual", 20, 0, 0.125, 4, backend)
     with FakeTensorMode():
         inputs = [on_a_gpu(2, LENGTH + 20, heads, 64).transpose(1, 2) for heads in (HEADS, 2, 2)]
         with NoWait():
             errors = _calibrate_op._init_fn(*inputs, None, *options)
+            # The ids come out of `choose_orders`, on the device.
+            ids = torch.empty(HEADS, dtype=torch.int64, device="cuda")
+            by_number = _calibrate_budgets_op._init_fn(*inputs, None, ids, "", *options)
     assert (errors.shape, errors.dtype) == ((HEADS, len(CANDIDATE_ORDERS)), torch.float32)
+    assert (by_number.shape, by_number.dtype) == ((HEADS, 2), torch.float32)
 
 
 def test_a_wait_is_noticed():

@@ -1,12 +1,19 @@
 """BA-Att's own Triton kernels: gather with moments, undoing the order, the centroid term, and the whole call."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from diffsieve.kernels import testing
-from diffsieve.kernels.ba_att import CustomSelection, ba_attention, calibrate_orders
+from diffsieve.kernels.ba_att import (
+    CustomSelection,
+    ba_attention,
+    calibrate_budgets,
+    calibrate_orders,
+    kept_video_blocks,
+)
 from diffsieve.kernels.ba_att.reference import attention_of_head, ba_attention_reference
 from tests.kernels.ba_att_cases import CASES, CENTROID, BAAttCase, make_inputs, relative_error
 from tests.kernels.own_process import run_script
@@ -106,18 +113,51 @@ def test_rows_without_a_kept_block_far_below_zero(device, backend, dtype, apart)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "auto"])
-def test_calibration_on_a_gpu(backend):
-    case = CASES[1]
+@pytest.mark.parametrize(
+    ("case", "calibrate"),
+    [
+        (CASES[1], calibrate_orders),
+        (CASES[0], partial(calibrate_budgets, orders=torch.tensor(CASES[0].orders))),
+        (CASES[0], partial(calibrate_budgets, orders="hilbert_window")),
+    ],
+    ids=["orders", "budgets", "budgets in one order"],
+)
+def test_calibration_on_a_gpu(case, calibrate, backend):
     inputs = make_inputs(case, torch.bfloat16)
     options = {"grid_thw": case.grid, "density": case.density, "block_size": case.block_size}
     options |= {"compensate": "centroid", "score": "residual"}
-    expected = calibrate_orders(*inputs, **options)
-    found, again = (calibrate_orders(*(x.cuda() for x in inputs), backend=backend, **options) for _ in range(2))
+    expected = calibrate(*inputs, **options)
+    found, again = (calibrate(*(x.cuda() for x in inputs), backend=backend, **options) for _ in range(2))
     assert torch.equal(found, again)
     # Sums in another order may swap two blocks of nearly equal score, of the few that there are.
     assert ((found.cpu() - expected).abs() / expected).median() < 0.02
-    whole = torch.compile(partial(calibrate_orders, backend=backend, **options), fullgraph=True)
+    whole = torch.compile(partial(calibrate, backend=backend, **options), fullgraph=True)
     assert torch.equal(whole(*(x.cuda() for x in inputs)), found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in CASES if "budgets" in dict(case.extra)], ids=str)
+def test_budgets_on_a_gpu_at_many_rows(case):
+    """Equal budgets are the call without them, bit for bit; other ones are not; both eager and compiled."""
+    torch._dynamo.reset()
+    case = replace(case, grid=(7, 24, 40), dim=128, block_size=128, density=0.25)
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    options = case.options() | {"return_info": True}
+    number = kept_video_blocks(53, 1 if "text_suffix" in options else 0, 0.25)
+    equal, spread = torch.full((case.heads,), number), torch.arange(case.heads) * 9 + 1
+    expected, info = ba_attention(*inputs, **options | {"budgets": None})
+    assert info.block_index.shape[-1] == number
+    out, _ = ba_attention(*inputs, **options | {"budgets": equal})
+    assert torch.equal(out, expected)
+    compiled = torch.compile(ba_attention, fullgraph=True)
+    for budgets in (equal, spread):
+        eager, plain_info = ba_attention(*inputs, **options | {"budgets": budgets})
+        got, info = compiled(*inputs, **options | {"budgets": budgets})
+        assert relative_error(got, eager.double()) < 5e-3
+        assert info.kept_token_pairs == plain_info.kept_token_pairs
+    plain, _ = ba_attention(*inputs, backend="torch", **options | {"budgets": spread})
+    assert relative_error(eager, plain.double()) < 1e-2
+    assert not torch.equal(eager, expected)
 
 
 @pytest.mark.gpu

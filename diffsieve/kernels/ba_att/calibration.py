@@ -3,8 +3,7 @@
 Shapes: B batch, H query heads, Hkv key heads, L tokens, D channels, N blocks, R query blocks that are measured.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,28 +11,12 @@ import torch
 from diffsieve.errors import UserInputError
 
 from ..autocast import without_autocast
-from ..block_sparse import block_sparse_attention, choose_backend
-from .centroids import add_centroids
 from .checks import check_arguments
-from .fused import fuses, gather_with_means, gather_with_statistics
-from .ordering import CANDIDATE_ORDERS, NEEDS_GRID, Grid, gather_tokens, token_orders
-from .scores import score_blocks
-from .selection import block_mask, kept_blocks, select_blocks
-from .statistics import block_statistics
+from .ordering import CANDIDATE_ORDERS, NEEDS_GRID, Grid
+from .probing import Probes, probe_count
+from .selection import kept_blocks
 
 __all__ = ["calibrate_orders", "choose_orders"]
-
-# Query blocks measured for each candidate. Every order has blocks of its own, so that few of them are noisy: with half
-# of the blocks kept, 30 captured heads of mini-wan had 0.5 dB more squared error than with their best orders by 7 of 31
-# blocks, less than 0.1 dB by all of them. But all blocks of a short sequence cost 6.5 dense calls, more than 11 sparse
-# steps of that clip save.
-_MOST_PROBES = 32
-_LARGEST_SHARE = 1 / 4
-
-
-def probe_count(length: int, block_size: int) -> int:
-    """Query blocks measured where the caller names no number: 32, but at most a quarter of the whole blocks."""
-    return max(1, min(_MOST_PROBES, int(length // block_size * _LARGEST_SHARE)))
 
 
 def calibrate_orders(
@@ -105,10 +88,7 @@ def calibrate_orders(
         scale=scale,
         backend=backend,
     )
-    if probe_blocks is not None and not (type(probe_blocks) is int and probe_blocks >= 1):
-        raise UserInputError(f"probe_blocks must be at least 1, a whole number, or None, got {probe_blocks!r}")
-    if dense is not None:
-        _check_dense(dense, query, text_prefix, text_suffix)
+    check_probes(probe_blocks, dense, query, text_prefix + text_suffix)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if probe_blocks is None:
         probe_blocks = probe_count(query.shape[2] - text_prefix - text_suffix, block_size)
@@ -136,13 +116,18 @@ def calibrate_orders(
     )
 
 
-def _check_dense(dense: Any, query: torch.Tensor, text_prefix: int, text_suffix: int) -> None:
+def check_probes(probe_blocks: Any, dense: Any, query: torch.Tensor, num_text: int) -> None:
+    """Raise a `UserInputError` unless these arguments of a calibration fit."""
+    if probe_blocks is not None and not (type(probe_blocks) is int and probe_blocks >= 1):
+        raise UserInputError(f"probe_blocks must be at least 1, a whole number, or None, got {probe_blocks!r}")
+    if dense is None:
+        return
     if not isinstance(dense, torch.Tensor):
         raise UserInputError(f"dense must be a tensor or None, got {type(dense).__name__}")
-    if dense.shape != query.shape or text_prefix or text_suffix:
+    if dense.shape != query.shape or num_text:
         raise UserInputError(
             f"dense must have the shape of query, {tuple(query.shape)}, and no text tokens beside the video, got "
-            f"{tuple(dense.shape)} with {text_prefix} and {text_suffix} text tokens"
+            f"{tuple(dense.shape)} with {num_text} text tokens"
         )
     if dense.device != query.device:
         raise UserInputError(f"dense must be on {query.device} like query, got {dense.device}")
@@ -187,62 +172,37 @@ def _calibrate_op(
     probe_blocks: int,
     backend: str,
 ) -> torch.Tensor:
-    grid_thw = None if grid is None else (grid[0], grid[1], grid[2])
     video = slice(text_prefix, query.shape[2] - text_suffix)
     query, key, value = (x[:, :, video] for x in (query, key, value))
-    heads, length = query.shape[1:3]
-    chosen = choose_backend(query, key, block_size=block_size, backend=backend).name
-    fused = chosen not in ("torch", "reference") and fuses(key, block_size)
-    rows = min(block_size, length)
-    probes = _probe_positions(length, rows, probe_blocks, query.device)
-    attend: Callable[..., Any] = partial(block_sparse_attention, block_size=block_size, scale=scale, backend=backend)
+    grid_thw = None if grid is None else (grid[0], grid[1], grid[2])
+    scoring = {"beta": beta, "center_keys": center_keys, "log_count": log_count, "second_order": second_order}
+    probes = Probes(
+        query,
+        key,
+        value,
+        grid_thw=grid_thw,
+        block_size=block_size,
+        window=window,
+        descending=descending,
+        compensate=compensate,
+        score=score,
+        scoring=scoring | {"scale": scale},
+        scale=scale,
+        probe_blocks=probe_blocks,
+        backend=backend,
+    )
+    kept = kept_blocks(-(-query.shape[2] // block_size), density)
     dense_of: dict[str, torch.Tensor] = {}
     errors = []
     for name in CANDIDATE_ORDERS:
         if grid_thw is None and name in NEEDS_GRID:
-            errors.append(torch.full((heads,), torch.inf, device=query.device))
+            errors.append(torch.full(query.shape[1:2], torch.inf, device=query.device))
             continue
-        order = token_orders(
-            query,
-            key,
-            grid_thw=grid_thw,
-            orders=name,
-            block_size=block_size,
-            window=window,
-            descending=descending,
-            fused=fused,
-        )
-        ordered_key, key_stats = gather_with_statistics(key, order.key, block_size, fused=fused)
-        rows_of_probes = probes if order.query is None else order.query[..., probes]
-        probe_query = gather_tokens(query, rows_of_probes)
-        scores = score_blocks(
-            score,
-            block_statistics(probe_query, rows),
-            key_stats,
-            ordered_key,
-            block_size,
-            beta=beta,
-            center_keys=center_keys,
-            log_count=log_count,
-            second_order=second_order,
-            scale=scale,
-        )
-        kept = select_blocks(scores, kept_blocks(scores.shape[-1], density))
-        if compensate == "centroid":
-            ordered_value, value_mean = gather_with_means(value, order.key, block_size, fused=fused)
-            out, lse = attend(probe_query, ordered_key, ordered_value, kept, return_lse=True)
-            mask = block_mask(kept, None, scores.shape[-1])
-            inputs = (out, lse, probe_query, key_stats.mean, value_mean, key_stats.size, mask)
-            out, _ = add_centroids(*inputs, block_size=block_size, scale=scale)
-        else:
-            out = attend(probe_query, ordered_key, gather_tokens(value, order.key), kept)
+        ordered = probes.ordered(name)
+        out = ordered.sparse(kept)
         walk = "hilbert" if name == "hilbert_window" else name  # the two share their query order
         if walk not in dense_of:
-            if dense is not None:
-                dense_of[walk] = gather_tokens(dense, rows_of_probes)
-            else:
-                every = torch.arange(scores.shape[-1], dtype=torch.int32, device=query.device)
-                dense_of[walk] = attend(probe_query, key, value, every.expand(scores.shape).contiguous())
+            dense_of[walk] = ordered.dense(dense)
         errors.append(_relative_error(out, dense_of[walk]).mean(0))
     return torch.stack(errors, dim=1)
 
@@ -250,14 +210,6 @@ def _calibrate_op(
 @_calibrate_op.register_fake
 def _(query: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty((query.shape[1], len(CANDIDATE_ORDERS)), dtype=torch.float32)
-
-
-def _probe_positions(length: int, rows: int, probe_blocks: int, device: torch.device) -> torch.Tensor:
-    """Positions of the tokens of the probe blocks, (R * rows,): the middles of R equal parts, whole blocks only."""
-    whole = length // rows
-    count = min(probe_blocks, whole)
-    block = (2 * torch.arange(count, device=device) + 1) * whole // (2 * count)
-    return (block[:, None] * rows + torch.arange(rows, device=device)).flatten()
 
 
 def _relative_error(out: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
