@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import UserInputError
-from ..kernels.ba_att import CANDIDATE_ORDERS, BAAttInfo, CustomSelection, ba_attention, calibrate_orders
+from ..kernels.ba_att import (
+    CANDIDATE_ORDERS,
+    BAAttInfo,
+    CustomSelection,
+    ba_attention,
+    calibrate_budgets,
+    calibrate_orders,
+    choose_orders,
+)
 from ..kernels.block_sparse import choose_backend, dense_attention
 from .calibration import FALLBACK_ORDER
 from .config import BAAttConfig
@@ -70,8 +78,10 @@ class BAAttProcessor:
         self._counters = torch.zeros(len(COUNTERS), dtype=torch.int64)
         self._dense_counts = torch.zeros(len(COUNTERS), dtype=torch.int64)
         self._order_errors = torch.zeros(0)
-        # On the CPU on every device: the kernels read it without a wait (see `token_orders`).
+        self._budget_errors = torch.zeros(0)
+        # On the CPU on every device: the kernels read them without a wait (see `token_orders`).
         self._orders: torch.Tensor | None = None
+        self._budgets: torch.Tensor | None = None
         self._timer: StageTimer | None = None
         self._mask: BAAttInfo | None = None
         self._backend: str | None = None
@@ -108,6 +118,7 @@ class BAAttProcessor:
         *,
         heads: int,
         orders: tuple[int, ...] | None,
+        share_blocks: bool,
         second_order: bool,
         record: bool,
     ) -> "BAAttProcessor":
@@ -118,6 +129,7 @@ class BAAttProcessor:
             family: Adapter of the model.
             heads: Heads of the layer.
             orders: Order ids of the heads where the config brings a table.
+            share_blocks: Whether heads may keep different numbers of blocks.
             second_order: Whether this layer's block scores use the second-order term.
             record: Whether to keep the layer's last block mask.
         """
@@ -129,6 +141,10 @@ class BAAttProcessor:
             bound._order_errors = torch.zeros(heads, len(CANDIDATE_ORDERS) + 1)
         if orders is not None:
             bound._orders = torch.tensor(orders, device="cpu")
+        if share_blocks:
+            bound._budgets = torch.ones(heads, dtype=torch.int64, device="cpu")  # the controller knows how many
+            if config.calibrates_budgets:
+                bound._budget_errors = torch.zeros(heads, 3)
         bound._selection, bound._attention = kernel_arguments(
             config, second_order=second_order, text_tokens=family.text_tokens
         )
@@ -175,6 +191,7 @@ class BAAttProcessor:
             return_info=True,
             timer=timer,
             custom=self._custom,
+            budgets=None if self._custom is not None else self._budgets,
             **self._selection,
             **self._attention,
         )
@@ -216,17 +233,25 @@ class BAAttProcessor:
     def _calibrate(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: torch.Tensor | None = None
     ) -> None:
-        """Measure the orders; all (B, L, H, D), `dense` the attention of this call where it is known."""
-        errors = calibrate_orders(
-            *self._in_raster(query, key, value),
-            dense=None if dense is None else self._in_raster(dense)[0],
-            grid_thw=self._grid,
-            compensate=self.config.compensate,
-            backend=self.config.backend,
+        """Measure orders and budgets; all (B, L, H, D), `dense` the attention of this call where it is known."""
+        config = self.config
+        tensors = self._in_raster(query, key, value)
+        how: dict[str, Any] = {
+            "dense": None if dense is None else self._in_raster(dense)[0],
+            "grid_thw": self._grid,
+            "compensate": config.compensate,
+            "backend": config.backend,
             **self._selection,
-        )
-        # The last column counts the calls, so that the mean over the branches of guidance needs no other state.
-        self._order_errors.add_(F.pad(errors, (0, 1), value=1.0).to(self._order_errors.device))
+        }
+        orders: Any = config.order
+        # The last columns count the calls, so that the mean over the branches of guidance needs no other state.
+        if config.calibrates:
+            errors = calibrate_orders(*tensors, **how)
+            self._order_errors.add_(F.pad(errors, (0, 1), value=1.0).to(self._order_errors.device))
+            orders = choose_orders(errors)
+        if config.calibrates_budgets and self._budgets is not None and self._custom is None:
+            errors = calibrate_budgets(*tensors, orders=orders, **how)
+            self._budget_errors.add_(F.pad(errors, (0, 1), value=1.0).to(self._budget_errors.device))
 
 
 def kernel_arguments(

@@ -1,4 +1,4 @@
-"""The table (layer, head) -> token order: chosen from errors, read from a dict or file, written to a file."""
+"""The table (layer, head) -> token order, level of budget: chosen from errors, read from a dict or file, written."""
 
 import json
 import os
@@ -10,15 +10,17 @@ from typing import Any
 import torch
 
 from ..errors import UserInputError, os_reason
-from ..kernels.ba_att import CANDIDATE_ORDERS, choose_orders
+from ..kernels.ba_att import CANDIDATE_ORDERS, LEVELS, choose_budgets, choose_orders
 
 # Used where nothing could be measured: no warm-up, or a layer that the calibrating step skipped.
 FALLBACK_ORDER = "frame_hilbert"
 
 _FORMAT = "diffsieve-orders"
-_VERSION = 1
+# With budgets, which a reader of version 1 would leave out, and without.
+_VERSION, _VERSION_OF_ORDERS = 2, 1
 
 LayerOrders = dict[str, tuple[int, ...]]
+LayerLevels = dict[str, tuple[int, ...]]
 
 
 def choose_all_orders(errors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,6 +39,23 @@ def choose_all_orders(errors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     measured = calls[:, 0, 0] > 0
     fallback = torch.full_like(chosen, CANDIDATE_ORDERS.index(FALLBACK_ORDER))
     return torch.where(measured[:, None], chosen, fallback), measured
+
+
+def choose_all_budgets(errors: torch.Tensor, kept: int, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the level (see `LEVELS`) of every head from the sums of its calibrating calls.
+
+    Args:
+        errors: (layers, H, 3), the errors of `calibrate_budgets` summed over the calls, then the number of calls.
+        kept: blocks of every head at equal budgets.
+        num_blocks: blocks of the video.
+
+    Returns:
+        On the CPU: (layers, H) int64 levels; (layers,) bool, True where the layer was measured. Others get level 0.
+    """
+    calls = errors[..., -1:]
+    levels = choose_budgets(errors[..., :-1] / calls.clamp(min=1), kept, num_blocks)
+    measured = (calls[:, 0, 0] > 0).cpu()
+    return torch.where(measured[:, None], levels, 0), measured
 
 
 def order_names(ids: Sequence[int]) -> tuple[str, ...]:
@@ -63,6 +82,43 @@ def read_orders(source: str | PathLike[str] | Mapping[str, Any], transformer: st
     return tables[transformer]
 
 
+def read_levels(source: str | PathLike[str] | Mapping[str, Any], transformer: str) -> Mapping[str, Any] | None:
+    """Return the raw table (layer -> levels of its heads) of one transformer, `None` where there is none.
+
+    Args:
+        source: as in `read_orders`; a dict holds no levels.
+        transformer: Name of the transformer.
+    """
+    if isinstance(source, Mapping):
+        return None
+    table = _read_content(fspath(source)).get("budgets")
+    if table is None:
+        return None
+    if not isinstance(table, Mapping) or not isinstance(table.get(transformer), Mapping):
+        raise UserInputError(f"orders: the budgets in {fspath(source)} must have a table for {transformer}")
+    found: Mapping[str, Any] = table[transformer]
+    return found
+
+
+def check_levels(table: Mapping[str, Any], layers: Mapping[str, int], optional: set[str]) -> LayerLevels:
+    """Validate a raw table of levels against a model; arguments and errors as `check_orders`."""
+    unknown = [name for name in table if name not in layers]
+    if unknown:
+        raise UserInputError(f"budgets has a layer {unknown[0]!r} that the model does not have")
+    for name, levels in table.items():
+        heads = layers[name]
+        whole = isinstance(levels, list) and all(type(level) is int and level in LEVELS for level in levels)
+        if not whole or len(levels) != heads or sum(levels) != 0:
+            raise UserInputError(
+                f"budgets of {name} must be a list with one whole number in [{LEVELS[0]}, {LEVELS[-1]}] per head "
+                f"({heads}), 0 in total, got {levels!r}"
+            )
+    missing = [name for name in layers if name not in table and name not in optional]
+    if missing:
+        raise UserInputError(f"budgets must have an entry for every sparse layer, got none for {missing[0]!r}")
+    return {name: tuple(levels) for name, levels in table.items()}
+
+
 def check_orders(table: Mapping[str, Any], layers: Mapping[str, int], optional: set[str]) -> LayerOrders:
     """Validate a raw table against a model and return it with order ids.
 
@@ -84,14 +140,20 @@ def check_orders(table: Mapping[str, Any], layers: Mapping[str, int], optional: 
     return {name: _check_heads(name, orders, layers[name]) for name, orders in named.items()}
 
 
-def write_orders(path: str | PathLike[str], tables: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-    """Write (transformer -> layer -> order names) as JSON, whole or not at all.
+def write_orders(
+    path: str | PathLike[str],
+    tables: Mapping[str, Mapping[str, Sequence[str]]],
+    levels: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
+) -> None:
+    """Write (transformer -> layer -> order names), and levels of budgets where there are some, whole or not at all.
 
     Raises:
         UserInputError: the folder does not exist, or the file cannot be written.
     """
     target = Path(path)
-    content = {"format": _FORMAT, "version": _VERSION, "transformers": tables}
+    content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION_OF_ORDERS, "transformers": tables}
+    if levels:
+        content |= {"version": _VERSION, "budgets": levels}
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         try:
@@ -104,18 +166,23 @@ def write_orders(path: str | PathLike[str], tables: Mapping[str, Mapping[str, Se
 
 
 def _read_file(path: str) -> Mapping[str, Any]:
+    tables = _read_content(path).get("transformers")
+    if not isinstance(tables, dict):
+        raise UserInputError(f"orders: {path} holds no tables")
+    return tables
+
+
+def _read_content(path: str) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserInputError(f"orders: no such file: {path}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserInputError(f"orders: cannot read {path} as JSON: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
-        raise UserInputError(f"orders: {path} must be a file written by save_orders (version {_VERSION})")
-    tables = content.get("transformers")
-    if not isinstance(tables, dict):
-        raise UserInputError(f"orders: {path} holds no tables")
-    return tables
+    known = (_VERSION_OF_ORDERS, _VERSION)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") not in known:
+        raise UserInputError(f"orders: {path} must be a file written by save_orders (version 1 or 2)")
+    return content
 
 
 def _check_heads(layer: str, orders: Any, heads: int) -> tuple[int, ...]:

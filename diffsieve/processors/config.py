@@ -21,6 +21,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "warmup_steps": 0.2,
         "dense_layers": (0,),
         "order": "auto",
+        "budgets": "equal",
         "beta": "auto",
         "cov_layers": "all",
         "center_keys": True,
@@ -33,6 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "warmup_steps": 10,
         "dense_layers": (),
         "order": "norm_sort",
+        "budgets": "equal",
         "beta": 1.0,
         "cov_layers": "ends",
         "center_keys": False,
@@ -72,6 +74,10 @@ class BAAttConfig:
             once a generation) or the name of one candidate for all heads. "auto", or "norm_sort" in "paper".
         orders: Saved table of orders, (layer -> orders of its heads), as a path from `save_orders` or a dict. Skips the
             calibration. Replaces `order`.
+        budgets: (preset) Key blocks that the heads of a layer keep: "equal" gives all the same number; "auto" shares
+            the same total out by what each head loses with more and with fewer blocks, measured once a generation in
+            the last dense step. With "auto" a file of `orders` brings its own, and means equal ones if it has none.
+            Equal too with `top_p`, a custom selection, one head, or nothing to skip. "equal" in both presets.
         window: Tokens in one window of the "hilbert_window" candidate, a multiple of `block_size`. None: about 3 % of
             the sequence. Larger windows sort more strictly by norm and keep less locality.
         beta: (preset) Weight of the second-order term of the block score, >= 0. 0.5 is the expansion of the log-mass,
@@ -117,6 +123,7 @@ class BAAttConfig:
     dense_layers: tuple[int, ...] = _FROM_PRESET
     order: str = _FROM_PRESET
     orders: OrdersTable = None
+    budgets: Literal["equal", "auto"] = _FROM_PRESET
     window: int | None = None
     beta: float | Literal["auto"] = _FROM_PRESET
     cov_layers: Literal["all", "ends", "none"] = _FROM_PRESET
@@ -167,6 +174,16 @@ class BAAttConfig:
     def calibrates(self) -> bool:
         """Whether the orders of the heads are chosen during the warm-up."""
         return self.order == "auto" and self.orders is None
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether heads may keep different numbers of blocks."""
+        return self.budgets == "auto" and self.top_p is None and self.kept < 1
+
+    @property
+    def calibrates_budgets(self) -> bool:
+        """Whether these numbers are chosen during the warm-up."""
+        return self.shares_blocks and self.orders is None
 
     def second_order_in(self, *, end: bool) -> bool:
         """Whether a layer uses the second-order term; `end`: it is the first or last one of its list."""
@@ -237,6 +254,7 @@ class BAAttConfig:
         from ..kernels.block_sparse import BACKENDS
 
         _check_choice("order", self.order, ("auto", *CANDIDATE_ORDERS))
+        _check_choice("budgets", self.budgets, ("equal", "auto"))
         _check_choice("cov_layers", self.cov_layers, ("all", "ends", "none"))
         _check_choice("score", self.score, SCORES)
         _check_choice("compensate", self.compensate, ("none", "centroid"))

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from ..errors import UserInputError
+from ..kernels.ba_att import budgets_of_levels, kept_video_blocks
 from ..kernels.orders import inverse_order
 from .ba_att import COUNTERS, BAAttProcessor
-from .calibration import choose_all_orders
+from .calibration import choose_all_budgets, choose_all_orders
 from .clock import StepClock
 from .config import BAAttConfig
 from .crossover import Crossover, crossover
@@ -82,20 +83,23 @@ class SparseController:
         clock: StepClock,
         mailbox: ContextMailbox,
         orders: dict[str, tuple[int, ...]] | None,
+        levels: dict[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """Args: name: of the transformer in its pipeline; orders: checked table of the config, None if it has none."""
+        """Args: name: of the transformer in its pipeline; orders, levels: checked tables of the config, or None."""
         self.name, self.transformer, self.family, self.layers = name, transformer, family, layers
         self.config, self.clock, self.mailbox, self.orders = config, clock, mailbox, orders
         self.generation = 0
         self.warmup_too_long = False
         self.measured: torch.Tensor | None = None  # (layers,) bool: which layers the calibration reached
         self.chosen: torch.Tensor | None = None  # (layers, H) order ids from the calibration of this generation
+        # Levels of the budgets by layer: those of the table, or from the calibration of this generation.
+        self.levels: dict[str, tuple[int, ...]] | None = levels
         self._warmup = Warmup(config)
         self._records: list[StepRecord] = []
         self._step = -1
         self._shape: tuple[Grid, int, torch.device] | None = None
         self._dense_reason: str | None = None
-        self._calibrating = False
+        self._calibrating = self._chose = False
         self._checked_sparse_step = False
         self._reasons: tuple[str | None, ...] = ()
         self._dense_backend: str | None = None
@@ -162,6 +166,9 @@ class SparseController:
         self.generation = self.clock.generation  # after what can fail: the next call must fail, too
         self._records, self._step, self._checked_sparse_step = [], -1, False
         self.measured = self.chosen = None
+        self._chose = False
+        if self.config.calibrates_budgets:
+            self.levels = None
         measure = device.type == "cpu" or (device.type == "cuda" and self.config.measure_time)
         self._timer = StageTimer(device) if measure else None
         for layer in self.layers:
@@ -169,6 +176,7 @@ class SparseController:
             layer.processor._backend = layer.processor._backend_reason = None
             layer.processor._counters.zero_()
             layer.processor._order_errors.zero_()
+            layer.processor._budget_errors.zero_()
         self.warmup_too_long = steps is not None and warmup_steps >= steps
         if self.warmup_too_long:
             logger.warning(
@@ -186,6 +194,7 @@ class SparseController:
         if self._calibrating:
             for layer in self.layers:
                 layer.processor._order_errors.zero_()
+                layer.processor._budget_errors.zero_()
 
     def _plan(self, *, first_step: bool) -> tuple[str | None, bool]:
         """Return (why the whole step is dense or None, whether it calibrates)."""
@@ -199,9 +208,9 @@ class SparseController:
         if warm:
             last = steps is not None and step + 1 >= steps
             # Where the next step is unknown, this one may be the last of the warm-up.
-            return WARMUP, self.config.calibrates and not last and self._warmup.covers(self.clock, step + 1) is not True
+            return WARMUP, self._calibrates and not last and self._warmup.covers(self.clock, step + 1) is not True
         # The second transformer of Wan 2.2 takes over after the warm-up: its first step calibrates it.
-        if self.config.calibrates and first_step and self._warmup.covers(self.clock, 0):
+        if self._calibrates and first_step and self._warmup.covers(self.clock, 0):
             return CALIBRATION, True
         return None, False
 
@@ -217,8 +226,30 @@ class SparseController:
                 f"attention inputs must be finite, got NaN or infinity in {self.name}.{layer} (step {record.step})"
             )
 
-    def _choose_orders(self) -> None:
-        errors = torch.stack([layer.processor._order_errors for layer in self.layers])
+    @property
+    def _calibrates(self) -> bool:
+        return self.config.calibrates or self._calibrates_budgets
+
+    @property
+    def _calibrates_budgets(self) -> bool:
+        return self.config.calibrates_budgets and any(x.processor._budgets is not None for x in self.layers)
+
+    def _choose(self) -> None:
+        """Choose orders and budgets from what the calibrating step measured."""
+        self._chose = True
+        if self.config.calibrates:
+            self.chosen, self.measured = choose_all_orders(self._errors("_order_errors"))
+            for layer, orders in zip(self.layers, self.chosen, strict=True):
+                assert layer.processor._orders is not None
+                layer.processor._orders.copy_(orders)
+        if self._calibrates_budgets:
+            levels, measured = choose_all_budgets(self._errors("_budget_errors"), *self._video_blocks())
+            self.measured = measured if self.measured is None else self.measured
+            self.levels = {x.name: tuple(of_layer) for x, of_layer in zip(self.layers, levels.tolist(), strict=True)}
+            self._set_budgets()
+
+    def _errors(self, name: str) -> torch.Tensor:
+        errors = torch.stack([getattr(layer.processor, name) for layer in self.layers])
         # A wait for the device. NaN would choose silently and show in every later step.
         if torch.isnan(errors).any():
             bad = [layer.name for layer, sums in zip(self.layers, errors, strict=True) if torch.isnan(sums).any()]
@@ -226,10 +257,22 @@ class SparseController:
                 f"attention inputs must be finite, got NaN in {self.name}.{bad[0]} (step {self._step - 1}); the dense "
                 "model produces NaN there too"
             )
-        self.chosen, self.measured = choose_all_orders(errors)
-        for layer, orders in zip(self.layers, self.chosen, strict=True):
-            assert layer.processor._orders is not None
-            layer.processor._orders.copy_(orders)
+        return errors
+
+    def _set_budgets(self) -> None:
+        """Give the layers the blocks that their heads keep: of the levels, equal ones until there are some."""
+        kept, video = self._video_blocks()
+        for layer in self.layers:
+            budgets = layer.processor._budgets
+            if budgets is not None:
+                levels = (self.levels or {}).get(layer.name, (0,) * len(budgets))
+                budgets.copy_(torch.tensor(budgets_of_levels(list(levels), kept, video)))
+
+    def _video_blocks(self) -> tuple[int, int]:
+        """The blocks of the video that a row keeps at equal budgets, and all of them."""
+        size = self.config.block_size
+        video = -(-math.prod(self.layers[0].processor._grid) // size)
+        return kept_video_blocks(video, -(-self.family.num_text // size), self.config.kept), video
 
     def _set_flags(self, hidden_states: torch.Tensor) -> None:
         assert self._shape is not None
@@ -244,8 +287,8 @@ class SparseController:
             reason = TEXT
         self._reasons = tuple(reason or (DENSE_LAYER if layer.always_dense else None) for layer in self.layers)
         calibrating = self._calibrating and reason == self._dense_reason
-        if reason is None and self.config.calibrates and self.chosen is None:
-            self._choose_orders()
+        if reason is None and self._calibrates and not self._chose:
+            self._choose()
         free, dense_backend = self._chosen_backends[0] == "native", None
         if free:
             dense_backend = backend_of_dense_calls(self.transformer, hidden_states, tokens, self.config)
@@ -273,6 +316,8 @@ class SparseController:
             processor._dense_counts = torch.tensor([pairs, pairs, token_pairs, token_pairs, 0, 1, 0, 0], device=device)
             processor._counters = processor._counters.to(device)
             processor._order_errors = processor._order_errors.to(device)
+            processor._budget_errors = processor._budget_errors.to(device)
+        self._set_budgets()
 
     def _running_record(self) -> StepRecord:
         counters = torch.stack([layer.processor._counters for layer in self.layers])

@@ -57,6 +57,9 @@ class SparsitySummary:
         step_source: Where the step numbers came from: "context", "scheduler" or "timestep".
         orders: Order names of the heads by layer, for the sparse layers; empty if nothing was chosen yet.
         orders_from: "calibration", "table", "setting" or "fallback".
+        budgets: Key blocks that each block of queries keeps, head by head, by layer, for the sparse layers; empty where
+            the heads of a layer are all to keep the same number, or nothing was chosen yet.
+        budgets_from: "calibration" or "table"; None if `budgets` is empty.
         attention_seconds: Time in the sparse kernel, None where not measured.
         selection_seconds: Time in ordering, statistics and selection, None where not measured.
         notes: Sentences about what a user should know.
@@ -78,6 +81,8 @@ class SparsitySummary:
     step_source: str
     orders: dict[str, tuple[str, ...]]
     orders_from: str
+    budgets: dict[str, tuple[int, ...]]
+    budgets_from: str | None
     attention_seconds: float | None
     selection_seconds: float | None
     notes: tuple[str, ...]
@@ -86,6 +91,7 @@ class SparsitySummary:
         """Return plain JSON values."""
         values = asdict(self)
         values["orders"] = {layer: list(names) for layer, names in self.orders.items()}
+        values["budgets"] = {layer: list(blocks) for layer, blocks in self.budgets.items()}
         values["steps"] = list(values["steps"])
         values["notes"] = list(self.notes)
         return values
@@ -121,6 +127,7 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary | LLSASumm
             dense_backends[row.dense_backend] = dense_backends.get(row.dense_backend, 0) + row.listed_calls
     seconds = _seconds(active)
     orders = {f"{c.name}.{layer}": names for c in active for layer, names in orders_of(c).items()}
+    budgets = {f"{c.name}.{layer}": blocks for c in active for layer, blocks in _budgets_of(c).items()}
     return SparsitySummary(
         steps_total=len({row.step for row in rows}),
         steps_dense=len(dense_steps),
@@ -138,6 +145,8 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary | LLSASumm
         step_source=clock.source,
         orders=orders,
         orders_from=_orders_from(active, config.orders is not None, config.calibrates),
+        budgets=budgets,
+        budgets_from=("calibration" if config.calibrates_budgets else "table") if budgets else None,
         attention_seconds=seconds.get("attention"),
         selection_seconds=seconds.get("selection"),
         notes=(*_notes(active, bool(rows) and not sparse_rows, reasons), *_broken(rows)),
@@ -147,6 +156,8 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary | LLSASumm
 def save_orders(pipeline_or_transformer: Any, path: str | PathLike[str]) -> None:
     """Write the orders of the latest generation as JSON, for `BAAttConfig(orders=path)`. Whole or not at all.
 
+    Budgets that the heads had are written with them, as levels (`diffsieve.kernels.ba_att.LEVELS`).
+
     Raises:
         UserInputError: sparse attention is not applied, no order has been chosen yet, or the file cannot be written.
     """
@@ -155,7 +166,8 @@ def save_orders(pipeline_or_transformer: Any, path: str | PathLike[str]) -> None
     missing = [name for name, table in tables.items() if not table]
     if missing:
         raise UserInputError(f"{missing[0]} has no orders to save yet: run one generation past its warm-up first")
-    write_orders(path, tables)
+    levels = {c.name: {layer: c.levels[layer] for layer in tables[c.name]} for c in controllers if c.levels is not None}
+    write_orders(path, tables, levels)
 
 
 def orders_of(controller: SparseController) -> dict[str, tuple[str, ...]]:
@@ -169,6 +181,16 @@ def orders_of(controller: SparseController) -> dict[str, tuple[str, ...]]:
         return {}
     chosen = controller.chosen.tolist()
     return {layer.name: order_names(chosen[i]) for i, layer in sparse}
+
+
+def _budgets_of(controller: SparseController) -> dict[str, tuple[int, ...]]:
+    if controller.levels is None or controller.shape is None:
+        return {}
+    return {
+        layer.name: tuple(layer.processor._budgets.tolist())
+        for layer in controller.layers
+        if layer.processor._budgets is not None and layer.processor._custom is None and not layer.always_dense
+    }
 
 
 def format_summary(summary: SparsitySummary) -> str:
@@ -193,6 +215,12 @@ def format_summary(summary: SparsitySummary) -> str:
                 counts[name] = counts.get(name, 0) + 1
         heads = ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
         lines.append(f"  orders of heads       {heads} (from {summary.orders_from})")
+    if summary.budgets:
+        blocks = [count for counts in summary.budgets.values() for count in counts]
+        lines.append(
+            f"  blocks of heads       {min(blocks)} to {max(blocks)} a row, {sum(blocks) / len(blocks):.4g} on average "
+            f"(from {summary.budgets_from})"
+        )
     reasons = ", ".join(f"{reason} {count}" for reason, count in summary.dense_reasons.items())
     listed = "".join(f"; {count} by {name}, all blocks listed" for name, count in summary.dense_backends.items())
     lines.append(f"  dense calls           {reasons or 'none'}{listed}")
@@ -323,9 +351,12 @@ def _notes(controllers: list[SparseController], all_dense: bool, reasons: dict[s
         sparse = [i for i, layer in enumerate(controller.layers) if not layer.always_dense]
         missed = [i for i in sparse if not measured[i]]
         if missed:
+            config = controller.config
+            instead = [f"use the fixed order {FALLBACK_ORDER}"] if config.calibrates else []
+            instead += ["keep equal numbers of blocks in all heads"] if config.calibrates_budgets else []
             notes.append(
                 f"{controller.name}: {len(missed)} of {len(sparse)} sparse layers were not calibrated in a dense step "
-                f"and use the fixed order {FALLBACK_ORDER}"
+                f"and {' and '.join(instead)}"
             )
     return notes
 

@@ -32,18 +32,21 @@ def _compile(pipe, form, backend):
 
 
 @pytest.mark.parametrize(
-    ("form", "preset", "graphs"),
+    ("form", "options", "graphs"),
     [
-        ("wrapped", "default", 3),  # dense, calibrating, sparse
-        ("in-place", "default", 3),
-        ("repeated", "default", 3),
-        ("wrapped", "paper", 2),  # nothing to calibrate
-        ("repeated", "paper", 3),  # the ends score with the second-order term, the layers between without
+        ("wrapped", {}, 3),  # dense, calibrating, sparse
+        ("in-place", {}, 3),
+        ("repeated", {}, 3),
+        ("wrapped", {"budgets": "auto", "block_size": 4}, 3),
+        ("repeated", {"budgets": "auto", "block_size": 4}, 3),
+        ("wrapped", {"preset": "paper"}, 2),  # nothing to calibrate
+        ("repeated", {"preset": "paper"}, 3),  # the ends score with the second-order term, those between without
     ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
-def test_graphs_of_a_run(form, preset, graphs):
+def test_graphs_of_a_run(form, options, graphs):
     layers = 3 if form == "repeated" else 2
-    config = _config(preset=preset)
+    config = _config(**options)
     eager = tiny.wan_pipeline(layers)
     apply_sparse_attention(eager, config)
     expected, expected_again = tiny.generate(eager, steps=4), tiny.generate(eager, steps=5)
@@ -62,6 +65,8 @@ def test_graphs_of_a_run(form, preset, graphs):
     summary, reference = sparsity_summary(pipe), sparsity_summary(eager)
     assert (summary.steps, summary.dense_reasons) == (reference.steps, reference.dense_reasons)
     assert (summary.orders, summary.backend) == (reference.orders, reference.backend)
+    assert summary.budgets == reference.budgets
+    assert bool(summary.budgets) == ("budgets" in options)
     assert summary.attention_seconds is None  # compiled code is not timed
 
 
@@ -97,11 +102,12 @@ def test_inductor():
 
 
 @pytest.mark.parametrize("form", ["wrapped", "repeated"])
-def test_cuda_graphs_leave_out_what_reads_the_ids_of_the_orders(form):
-    """The ids lie on the CPU and change with every calibration: a graph recorded with them would keep the old ones."""
+def test_cuda_graphs_leave_out_what_reads_orders_and_budgets(form):
+    """They lie on the CPU and change with every calibration: a graph recorded with them would keep the old ones."""
     pipe = tiny.wan_pipeline(layers=3)
-    apply_sparse_attention(pipe, _config())
-    ids = {id(layer.processor._orders) for layer in controllers_of(pipe)[0].layers}
+    apply_sparse_attention(pipe, _config(budgets="auto"))
+    layers = controllers_of(pipe)[0].layers
+    ids = {id(x) for layer in layers for x in (layer.processor._orders, layer.processor._budgets)}
     readers = []
 
     def look(graph, example_inputs):
@@ -113,5 +119,8 @@ def test_cuda_graphs_leave_out_what_reads_the_ids_of_the_orders(form):
 
     _compile(pipe, form, look)
     tiny.generate(pipe, steps=4)
-    assert {str(reader) for reader in readers} == {"diffsieve.head_orders.default"}
+    assert {str(reader) for reader in readers} == {
+        "diffsieve.head_orders.default",
+        "diffsieve.list_blocks_by_head.default",
+    }
     assert all(torch.Tag.cudagraph_unsafe in reader.tags for reader in readers)

@@ -65,13 +65,32 @@ def test_repr_shows_the_values_in_force():
 
 
 @pytest.mark.parametrize(
+    ("options", "shares", "calibrates"),
+    [
+        ({}, False, False),
+        ({"preset": "paper"}, False, False),
+        ({"budgets": "auto"}, True, True),
+        ({"budgets": "auto", "preset": "paper"}, True, True),
+        ({"budgets": "auto", "order": "hilbert"}, True, True),
+        ({"budgets": "auto", "orders": {"blocks.1": ["raster"]}}, True, False),
+        ({"budgets": "auto", "top_p": 0.9}, False, False),
+        ({"budgets": "auto", "density": 1.0}, False, False),
+    ],
+)
+def test_where_heads_share_their_blocks(options, shares, calibrates):
+    config = BAAttConfig(**options)
+    assert (config.shares_blocks, config.calibrates_budgets) == (shares, calibrates)
+
+
+@pytest.mark.parametrize(
     "config",
     [
         BAAttConfig(),
+        BAAttConfig(budgets="auto", order="hilbert"),
         BAAttConfig(preset="paper", density=0.25, record_masks=(1,)),
         BAAttConfig(orders={"blocks.1": ["raster", "hilbert"]}, warmup_steps=3, top_p=0.9, min_density=0.1),
     ],
-    ids=["default", "paper", "orders"],
+    ids=["default", "budgets", "paper", "orders"],
 )
 def test_round_trip_through_json(config):
     assert BAAttConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -115,6 +134,7 @@ def test_replace_keeps_the_other_fields():
         ({"backend": "cuda"}, ["backend", "triton", "'cuda'"]),
         ({"order": "zigzag"}, ["order", "auto", "raster", "'zigzag'"]),
         ({"cov_layers": "some"}, ["cov_layers", "ends", "'some'"]),
+        ({"budgets": "measured"}, ["budgets", "equal, auto", "'measured'"]),
         ({"score": "mean"}, ["score", "halfk", "'mean'"]),
         ({"compensate": True}, ["compensate", "centroid", "True"]),
         ({"text": "drop"}, ["text", "keep", "'drop'"]),

@@ -6,7 +6,7 @@ an order per head and `budget_calibration` its number of blocks, `reference` def
 
 from .attention import BAAttInfo, ba_attention
 from .budget_calibration import calibrate_budgets
-from .budgets import LEVELS, budgets_of_levels, choose_budgets, measured_blocks
+from .budgets import LEVELS, blocks_of_level, budgets_of_levels, choose_budgets, measured_blocks
 from .calibration import calibrate_orders, choose_orders
 from .custom import CustomSelection
 from .ordering import CANDIDATE_ORDERS, TokenOrders, default_window, gather_tokens, token_orders, undo_order
@@ -26,6 +26,7 @@ __all__ = [
     "block_mask",
     "block_scores",
     "block_statistics",
+    "blocks_of_level",
     "budgets_of_levels",
     "calibrate_budgets",
     "calibrate_orders",

@@ -6,7 +6,7 @@ every head and `step` a fifth of it. Levels that add up to 0 keep the total of t
 
 import torch
 
-__all__ = ["LEVELS", "budgets_of_levels", "choose_budgets", "measured_blocks"]
+__all__ = ["LEVELS", "blocks_of_level", "budgets_of_levels", "choose_budgets", "measured_blocks"]
 
 LEVELS = (-3, -2, -1, 0, 1, 2, 3)
 """Levels that are chosen from."""
@@ -25,13 +25,23 @@ _LEAST_GAIN = 0.02
 _ROUNDING = 1e-9
 
 
+def blocks_of_level(level: int, kept: int) -> int:
+    """Return the blocks that a head keeps at a level; they may be out of range.
+
+    Args:
+        level: one of `LEVELS`.
+        kept: blocks of every head at equal budgets.
+    """
+    return kept + level * _step(kept)
+
+
 def measured_blocks(kept: int, num_blocks: int) -> tuple[int, int] | None:
     """Return the two numbers of blocks, as far below `kept` as above, at which `calibrate_budgets` measures.
 
     `None` where there is no such pair of at least 1 and less than `num_blocks`: budgets stay equal there.
     """
     level = _measured_level(kept, num_blocks)
-    return None if level is None else (kept - level * _step(kept), kept + level * _step(kept))
+    return None if level is None else (blocks_of_level(-level, kept), blocks_of_level(level, kept))
 
 
 def choose_budgets(errors: torch.Tensor, kept: int, num_blocks: int) -> torch.Tensor:
@@ -74,7 +84,7 @@ def expected_errors(errors: torch.Tensor, kept: int, num_blocks: int) -> torch.T
     Infinite at levels of less than one block or more than all; 0 at all others where nothing was measured.
     """
     levels = torch.tensor(LEVELS, dtype=torch.float64)
-    counts = kept + levels * _step(kept)
+    counts = torch.tensor([blocks_of_level(level, kept) for level in LEVELS])
     outside = (counts < 1) | (counts > num_blocks)
     level = _measured_level(kept, num_blocks)
     if level is None:
@@ -98,7 +108,7 @@ def budgets_of_levels(levels: list[int], kept: int, num_blocks: int) -> list[int
         kept: blocks of every head at equal budgets, in [1, num_blocks].
         num_blocks: blocks of the sequence.
     """
-    counts = [min(num_blocks, max(1, kept + level * _step(kept))) for level in levels]
+    counts = [min(num_blocks, max(1, blocks_of_level(level, kept))) for level in levels]
     while (left := kept * len(counts) - sum(counts)) != 0:
         head = counts.index(min(counts) if left > 0 else max(counts))
         counts[head] += 1 if left > 0 else -1
@@ -107,8 +117,9 @@ def budgets_of_levels(levels: list[int], kept: int, num_blocks: int) -> list[int
 
 def _measured_level(kept: int, num_blocks: int) -> int | None:
     """The level above 0 that is measured, and below."""
-    step = _step(kept)
-    return next((i for i in _MEASURED if kept - i * step >= 1 and kept + i * step < num_blocks), None)
+    return next(
+        (i for i in _MEASURED if blocks_of_level(-i, kept) >= 1 and blocks_of_level(i, kept) < num_blocks), None
+    )
 
 
 def _moved(sums: torch.Tensor, level: int) -> torch.Tensor:
