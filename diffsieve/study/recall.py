@@ -22,8 +22,12 @@ from ..kernels.ba_att import (
     CANDIDATE_ORDERS,
     TokenOrders,
     ba_attention,
+    budgets_of_levels,
+    calibrate_budgets,
     calibrate_orders,
+    choose_budgets,
     choose_orders,
+    kept_blocks,
     token_orders,
 )
 from ..pipelines.loading import resolve_device
@@ -214,13 +218,18 @@ def _measure(
         selection, rest = kernel_arguments(attention, second_order=attention.second_order_in(end=end))
         selection["scale"] = captured.scale
         orders: Any = attention.order
+        budgets = None
         if attention.calibrates:
             if not calibration.possible:
                 row["skipped"] = "the step in which BA-Att calibrates was not captured"
                 continue
             orders, predicted = calibration.of(attention, selection)
             row["orders"] = [CANDIDATE_ORDERS[i] for i in orders.tolist()]
-            row["predicted"] = {name: _numbers(values) for name, values in predicted.items()}
+            if attention.calibrates_budgets:  # what is predicted is that of equal ones
+                budgets = calibration.budgets_of(attention, selection, orders)
+                row["budgets"] = budgets.tolist()
+            else:
+                row["predicted"] = {name: _numbers(values) for name, values in predicted.items()}
         custom = None if variant.custom is None else variant.custom(captured.number)
         result = ba_attention(
             query,
@@ -229,6 +238,7 @@ def _measure(
             grid_thw=captured.grid_thw,
             orders=orders,
             custom=custom,
+            budgets=budgets,
             return_info=True,
             **selection,
             **rest,
@@ -309,6 +319,20 @@ class _Calibration:
                 self._captured = [(x, _Masses(x, self._block_size)) for x in files]
             self._found[place] = self._calibrate(self._captured, attention, selection)
         return self._found[place]
+
+    def budgets_of(self, attention: BAAttConfig, selection: Mapping[str, Any], orders: torch.Tensor) -> torch.Tensor:
+        """Return the blocks (H,) that the heads keep; arguments as `of`, which gave the orders."""
+        assert self._captured is not None
+        how: dict[str, Any] = {"compensate": attention.compensate, "backend": attention.backend, **selection}
+        errors = torch.stack(
+            [
+                calibrate_budgets(x.query, x.key, x.value, orders=orders, grid_thw=x.grid_thw, **how)
+                for x, _ in self._captured
+            ]
+        ).mean(0)
+        num_blocks = -(-self._captured[0][0].query.shape[2] // self._block_size)
+        kept = kept_blocks(num_blocks, attention.kept)
+        return torch.tensor(budgets_of_levels(choose_budgets(errors, kept, num_blocks).tolist(), kept, num_blocks))
 
     @staticmethod
     def _calibrate(

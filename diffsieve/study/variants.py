@@ -99,6 +99,9 @@ VARIANTS: dict[str, Variant] = {
     "head budgets": Variant(
         "default, the blocks of a layer shared among its heads by predicted gain", custom=lambda layer: head_budgets()
     ),
+    "measured budgets": Variant(
+        "default, the blocks of a layer shared among its heads by measured error", {"budgets": "auto"}
+    ),
     "hindsight": Variant("default, orders of the heads by their error in later steps of the run", watch="error"),
     "order by recall": Variant(
         "default, orders of the heads by the attention mass that they keep in the last dense step", watch="recall"

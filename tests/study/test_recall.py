@@ -198,3 +198,22 @@ def test_orders_of_the_dense_run_are_those_that_lose_least(losses, pipe):
                 mass = block_mass(*tensors[:2], order, block_size=16, scale=tensors[0].shape[-1] ** -0.5)
                 lost[name] += 1 - float(kept_share(mass, info.block_index, None)[0, head])
         assert lost[table["blocks.1"][head]] <= min(lost.values()) + 1e-6
+
+
+def test_budgets_are_measured_as_in_the_pipeline(captured, tmp_path, pipe):
+    config = RecallConfig(
+        captures=captured, out=tmp_path / "study", block_size=4, suites=(), variants=("measured budgets", "default")
+    )
+    study_recall(config)
+    settings = {"warmup_steps": 1, "dense_layers": (), "block_size": 4, "min_tokens": 0}
+    apply_sparse_attention(pipe, BAAttConfig(sparsity=0.5, budgets="auto", **settings))
+    generate(pipe, guidance=1.0)  # the branch that was captured, alone
+    summary = sparsity_summary(pipe)
+    lines = lines_of(config.out)
+    for line in lines:
+        rows = {row["variant"]: row for row in line["rows"]}
+        shared = rows["measured budgets"]
+        assert tuple(shared["budgets"]) == summary.budgets[line["layer"]]
+        assert shared["density"] == rows["default"]["density"]
+        assert "predicted" not in shared
+    assert any(len(set(row["budgets"])) > 1 for line in lines for row in line["rows"] if "budgets" in row)
