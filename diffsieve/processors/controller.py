@@ -228,25 +228,26 @@ class SparseController:
 
     @property
     def _calibrates(self) -> bool:
-        return self.config.calibrates or self._calibrates_budgets
+        return self.config.calibrates or self.calibrates_budgets
 
     @property
-    def _calibrates_budgets(self) -> bool:
+    def calibrates_budgets(self) -> bool:
+        """Whether the heads of its layers share their blocks by a measurement in each generation."""
         return self.config.calibrates_budgets and any(x.processor._budgets is not None for x in self.layers)
 
     def _choose(self) -> None:
         """Choose orders and budgets from what the calibrating step measured."""
-        self._chose = True
         if self.config.calibrates:
             self.chosen, self.measured = choose_all_orders(self._errors("_order_errors"))
             for layer, orders in zip(self.layers, self.chosen, strict=True):
                 assert layer.processor._orders is not None
                 layer.processor._orders.copy_(orders)
-        if self._calibrates_budgets:
+        if self.calibrates_budgets:
             levels, measured = choose_all_budgets(self._errors("_budget_errors"), *self._video_blocks())
             self.measured = measured if self.measured is None else self.measured
             self.levels = {x.name: tuple(of_layer) for x, of_layer in zip(self.layers, levels.tolist(), strict=True)}
             self._set_budgets()
+        self._chose = True  # after what can fail
 
     def _errors(self, name: str) -> torch.Tensor:
         errors = torch.stack([getattr(layer.processor, name) for layer in self.layers])

@@ -163,7 +163,7 @@ def save_orders(pipeline_or_transformer: Any, path: str | PathLike[str]) -> None
     """
     controllers = _applied(pipeline_or_transformer)
     tables = {controller.name: orders_of(controller) for controller in controllers}
-    missing = [name for name, table in tables.items() if not table]
+    missing = [c.name for c in controllers if not tables[c.name] or (c.calibrates_budgets and c.levels is None)]
     if missing:
         raise UserInputError(f"{missing[0]} has no orders to save yet: run one generation past its warm-up first")
     levels = {c.name: {layer: c.levels[layer] for layer in tables[c.name]} for c in controllers if c.levels is not None}

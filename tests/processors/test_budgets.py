@@ -232,5 +232,14 @@ def test_nan_in_the_calibrating_step_is_named():
         return output * torch.nan if len(calls) > 2 else output
 
     pipe.transformer.blocks[1].attn1.to_v.register_forward_hook(break_values)
-    with pytest.raises(UserInputError, match=r"got NaN in transformer\.blocks\.1 \(step 1\)"):
-        tiny.generate(pipe)
+    for _ in range(2):
+        calls.clear()
+        with pytest.raises(UserInputError, match=r"got NaN in transformer\.blocks\.1 \(step 1\)"):
+            tiny.generate(pipe)
+
+
+def test_nothing_to_save_before_they_are_measured(tmp_path):
+    pipe = _applied(tiny.wan_pipeline(), order="hilbert")
+    with pytest.raises(UserInputError, match="run one generation past its warm-up first"):
+        save_orders(pipe, tmp_path / "orders.json")
+    assert not list(tmp_path.iterdir())
