@@ -14,8 +14,8 @@ from diffsieve.study.selections import antidiagonal, head_budgets, oracle
 pytestmark = pytest.mark.gpu
 CLIP = {"frames": 13, "height": 192, "width": 192, "steps": 5, "seed": (0,), "device": "cuda"}
 VARIANTS = (
-    "paper", "default", "hindsight", "order by recall", "head budgets", "oracle", "antidiagonal 16", "random",
-    "sort keys",
+    "paper", "default", "hindsight", "order by recall", "head budgets", "measured budgets", "oracle",
+    "antidiagonal 16", "random", "sort keys",
 )  # fmt: skip
 
 
@@ -57,6 +57,7 @@ def test_a_small_study(tmp_path):
     assert rows["noise floor"]["metrics"]["psnr"]["mean"] > rows["random"]["metrics"]["psnr"]["mean"]
     assert rows["noise floor"]["kernels"] == ["_native_efficient"]
     assert rows["oracle"]["metrics"]["psnr"]["mean"] > rows["random"]["metrics"]["psnr"]["mean"]
-    assert rows["head budgets"]["density_sparse_steps"] == pytest.approx(rows["paper"]["density_sparse_steps"])
+    for name in ("head budgets", "measured budgets"):
+        assert rows[name]["density_sparse_steps"] == pytest.approx(rows["paper"]["density_sparse_steps"])
     recalls = {row["variant"]: row["recall"]["mean"] for row in report["recall"]["rows"] if row["calls"]}
     assert recalls["oracle"] >= recalls["default"] > recalls["random"]
