@@ -13,15 +13,15 @@ from ..kernels.block_sparse import MAX_BLOCK_SIZE
 # holds it and its repr shows the values in force.
 _FROM_PRESET: Any = None
 
-# The least at which the study found beta 1 closer to dense than 1/2: to 75 % skipped it is, at 90 % it is not.
-_LEAST_KEPT_FOR_BETA_1 = 0.25
+# The least at which the study found beta 1 closer to dense than 1/2: to 60 % skipped it is, at 75 % it is no longer.
+_LEAST_KEPT_FOR_BETA_1 = 0.4
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {
         "warmup_steps": 0.2,
         "dense_layers": (0,),
         "order": "auto",
-        "budgets": "equal",
+        "budgets": "auto",
         "beta": "auto",
         "cov_layers": "all",
         "center_keys": True,
@@ -77,12 +77,12 @@ class BAAttConfig:
         budgets: (preset) Key blocks that the heads of a layer keep: "equal" gives all the same number; "auto" shares
             the same total out by what each head loses with more and with fewer blocks, measured once a generation in
             the last dense step. With "auto" a file of `orders` brings its own, and means equal ones if it has none.
-            Equal too with `top_p`, a custom selection, one head, or nothing to skip. "equal" in both presets.
+            Equal too with `top_p`, a custom selection, one head, or nothing to skip. "auto", or "equal" in "paper".
         window: Tokens in one window of the "hilbert_window" candidate, a multiple of `block_size`. None: about 3 % of
             the sequence. Larger windows sort more strictly by norm and keep less locality.
         beta: (preset) Weight of the second-order term of the block score, >= 0. 0.5 is the expansion of the log-mass,
-            1.0 is as published; "auto" is 1.0 where `score` is "residual" and at least a quarter of the pairs is kept,
-            and 0.5 elsewhere, as measured (see `second_order_weight`). No effect on speed. "auto", or 1.0 in "paper".
+            1.0 is as published; "auto" is 1.0 where `score` is "residual" and at least 40 % of the pairs are kept, and
+            0.5 elsewhere, as measured (see `second_order_weight`). No effect on speed. "auto", or 1.0 in "paper".
         cov_layers: (preset) Layers that use the second-order term: "all", "ends" (first and last) or "none" (block
             means only; slightly faster, clearly worse in sorted orders). "all", or "ends" in "paper".
         center_keys: (preset) Subtract the mean key in the statistics, so that a channel bias common to all keys does

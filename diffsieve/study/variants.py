@@ -9,13 +9,13 @@ from typing import Any, Literal
 from ..errors import UserInputError
 from ..kernels.ba_att import CANDIDATE_ORDERS, CustomSelection, default_window
 from ..processors import BAAttConfig
-from .selections import antidiagonal, head_budgets, one_sided_sort, oracle, random_blocks, second_order_weights
+from .selections import antidiagonal, head_budgets, one_sided_sort, oracle, random_blocks
 
 FLOOR = "noise floor"
 """Dense against dense with another kernel: what no method can be said to be better than."""
 
-MEANING_OF_DEFAULT = {"orders_chosen_by": "output error", "beta": "auto"}
-"""What `default` chooses its orders by, and its weight of the second-order term.
+MEANING_OF_DEFAULT = {"orders_chosen_by": "output error", "budgets": "auto", "beta": "1 to 60 % skipped, else 1/2"}
+"""What `default` chooses its orders by, how it shares blocks among heads, and its weight of the second-order term.
 
 Part of a study's settings: lines in which `default` was something else are not mixed in.
 """
@@ -33,6 +33,7 @@ class Variant:
             their error in the very steps that are sparse, or "recall", the attention mass kept in the last dense step.
         window_factor: sorting window as a multiple of the usual one.
         equal_total: whether the sparse layers keep less, so that with the dense ones the total is that of the others.
+        from_preset: whether its options start from a preset, not from `base`.
         suites: that it belongs to.
     """
 
@@ -42,10 +43,13 @@ class Variant:
     watch: Literal["error", "recall"] | None = None
     window_factor: int | None = None
     equal_total: bool = False
+    from_preset: bool = False
     suites: tuple[str, ...] = ("fidelity",)
 
 
 _MASS: dict[str, Any] = {"compensate": "none", "score": "moments"}
+# What one part is changed of: as the preset, but for parts that were chosen by measuring them against this.
+_BASE: dict[str, Any] = {"budgets": "equal", "beta": 0.5}
 _PLAIN: dict[str, Any] = {"cov_layers": "none", "log_count": False} | _MASS
 
 
@@ -53,78 +57,77 @@ def _raster(custom: Callable[[int], CustomSelection]) -> dict[str, Any]:
     return {"options": {"order": "raster"} | _MASS, "custom": custom}
 
 
-def _weights(queries: float, keys: float) -> Variant:
-    return Variant(
-        f"default, the queries' part of the second-order term with weight {queries:g}, the keys' with {keys:g}",
-        custom=lambda layer: second_order_weights(queries, keys),
-        suites=("weights",),
-    )
-
-
 VARIANTS: dict[str, Variant] = {
     "paper": Variant(
-        "BA-Att as published, the warm-up of the study", {"preset": "paper"}, suites=("fidelity", "orders", "sort")
+        "BA-Att as published, the warm-up of the study", {"preset": "paper"}, from_preset=True,
+        suites=("fidelity", "orders", "sort"),
     ),
-    "default": Variant("the preset default, its first layer sparse too", suites=("fidelity", "orders")),
+    "default": Variant(
+        "the preset default, its first layer sparse too", from_preset=True, suites=("fidelity", "orders")
+    ),
     "preset default": Variant(
         "the preset default as it ships: the first layer is dense, so the density is higher",
         {"dense_layers": (0,)},
+        from_preset=True,
+        suites=("fidelity", "orders"),
+    ),
+    "base": Variant(
+        "default with the same number of blocks for all heads and 1/2 as weight of the second-order term",
         suites=("fidelity", "orders"),
     ),
     "first layer dense": Variant(
-        "the preset default, its sparse layers sparser by what the first layer costs",
+        "base, the first layer dense and the others sparser by what it costs",
         {"dense_layers": (0,)},
         equal_total=True,
     ),
     "mean pooling": Variant("raster, block means alone", {"order": "raster"} | _PLAIN, suites=("fidelity", "orders")),
     **{
-        f"order {name}": Variant(f"default, all heads in order {name}", {"order": name}, suites=("fidelity", "orders"))
+        f"order {name}": Variant(f"base, all heads in order {name}", {"order": name}, suites=("fidelity", "orders"))
         for name in CANDIDATE_ORDERS
     },
     "window x2": Variant("order hilbert_window, its window doubled", {"order": "hilbert_window"}, window_factor=2),
-    "no centring": Variant("default without centred keys", {"center_keys": False}),
-    "beta 1": Variant(
-        "default with the paper's weight of the second-order term", {"beta": 1.0}, suites=("fidelity", "weights")
-    ),
-    "beta 1/2": Variant(
-        "default with the weight of the expansion of the log-mass", {"beta": 0.5}, suites=("fidelity", "weights")
-    ),
-    "weights 1 and 0.5": _weights(1.0, 0.5),
-    "weights 1 and 0": _weights(1.0, 0.0),
-    "weights 0.5 and 0": _weights(0.5, 0.0),
-    "no second order": Variant("default without the second-order term", {"cov_layers": "none"}),
-    "score moments": Variant("default, blocks ranked by predicted mass", {"score": "moments"}),
-    "no compensation": Variant("default, ranked by predicted mass, skipped blocks left out", _MASS),
-    "halfk": Variant("default, ranked by mass with scores exact on the side of the keys", {"score": "halfk"}),
+    "no centring": Variant("base without centred keys", {"center_keys": False}),
+    "beta 1": Variant("base with the paper's weight of the second-order term", {"beta": 1.0}),
+    "no second order": Variant("base without the second-order term", {"cov_layers": "none"}),
+    "score moments": Variant("base, blocks ranked by predicted mass", {"score": "moments"}),
+    "no compensation": Variant("base, ranked by predicted mass, skipped blocks left out", _MASS),
+    "halfk": Variant("base, ranked by mass with scores exact on the side of the keys", {"score": "halfk"}),
     "head budgets": Variant(
-        "default, the blocks of a layer shared among its heads by predicted gain", custom=lambda layer: head_budgets()
+        "base, the blocks of a layer shared among its heads by predicted gain", custom=lambda layer: head_budgets()
     ),
     "measured budgets": Variant(
-        "default, the blocks of a layer shared among its heads by measured error", {"budgets": "auto"}
+        "base, the blocks of a layer shared among its heads by measured error", {"budgets": "auto"}
     ),
-    "hindsight": Variant("default, orders of the heads by their error in later steps of the run", watch="error"),
+    "hindsight": Variant("base, orders of the heads by their error in later steps of the run", watch="error"),
     "order by recall": Variant(
-        "default, orders of the heads by the attention mass that they keep in the last dense step", watch="recall"
+        "base, orders of the heads by the attention mass that they keep in the last dense step", watch="recall"
     ),
     "antidiagonal 8": Variant("anti-diagonal sampling, stride 8", **_raster(lambda layer: antidiagonal(8))),
     "antidiagonal 16": Variant("anti-diagonal sampling, stride 16", **_raster(lambda layer: antidiagonal(16))),
     "random": Variant("blocks drawn at random", **_raster(random_blocks)),
     "oracle": Variant(
-        "the exact attention mass as score, in the orders of default, nothing compensated", _MASS,
+        "the exact attention mass as score, in the orders of base, nothing compensated", _MASS,
         custom=lambda layer: oracle(),
     ),
     "oracle raster": Variant("the exact attention mass as score, in raster order", **_raster(lambda layer: oracle())),
-    "no sort": Variant("the paper's method without its sort", {"preset": "paper", "order": "raster"}, suites=("sort",)),
+    "no sort": Variant(
+        "the paper's method without its sort",
+        {"preset": "paper", "order": "raster"},
+        from_preset=True,
+        suites=("sort",),
+    ),
     "sort queries": Variant(
         "the paper's method, queries alone sorted",
         {"preset": "paper", "order": "raster"},
         custom=lambda layer: one_sided_sort("query"),
+        from_preset=True,
         suites=("sort",),
     ),
     "sort keys": Variant(
         "the paper's method, keys alone sorted",
         {"preset": "paper", "order": "raster"},
         custom=lambda layer: one_sided_sort("key"),
+        from_preset=True,
         suites=("sort",),
     ),
 }  # fmt: skip
@@ -133,12 +136,10 @@ SUITES: dict[str, tuple[float, ...]] = {
     "fidelity": (0.5, 0.6, 0.75, 0.9),
     "orders": (0.5,),
     "sort": (0.9, 0.7, 0.5),
-    "weights": (0.5, 0.6, 0.75, 0.9),
 }
 """Named sets of variants with their sparsities.
 
-All but the parts of the sort and the weights; the presets, orders and mean pooling; the ablation of the sort; weights
-of the parts of the second-order term.
+All but the parts of the sort; the presets, orders and mean pooling; the ablation of the sort.
 """
 
 
@@ -192,7 +193,7 @@ def config_of(
         backend: of the attention.
         orders: table for variants that `watch`.
     """
-    options: dict[str, Any] = {"dense_layers": ()} | dict(variant.options)
+    options: dict[str, Any] = {"dense_layers": ()} | ({} if variant.from_preset else _BASE) | dict(variant.options)
     density = 1.0 - sparsity
     if variant.equal_total:
         dense = len(options["dense_layers"])
