@@ -192,6 +192,22 @@ def test_expanded_inputs():
     assert torch.equal(out[2], llsa_attention(query, key, value, **case.selection)[0])
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", DEPTHS, ids=str)
+def test_the_way_of_other_devices_is_that_of_a_cpu(case, form, monkeypatch):
+    """On a CPU a chunk goes to PyTorch's own attention; what runs elsewhere runs here too, with the same meaning."""
+    case = replace(case, **FORMS[form])
+    query, key, value = (x.detach() for x in llsa_cases.make_inputs(case, dtype=torch.float64))
+    options = case.selection | FORMS[form] | {"return_lse": True, "backend": "torch"}
+    expected = llsa_attention(query, key, value, **options)
+    chunk, calls = torch_backend._Chunk, []
+    elsewhere = chunk._attend_elsewhere
+    monkeypatch.setattr(chunk, "_attend_on_cpu", lambda *given: calls.append(given) or elsewhere(*given))
+    for actual, wanted in zip(llsa_attention(query, key, value, **options), expected, strict=True):
+        close(actual, wanted)
+    assert calls
+
+
 @pytest.mark.parametrize("disjoint", [False, True])
 @pytest.mark.parametrize("case", DEPTHS, ids=str)
 def test_chunks_do_not_change_the_result(case, disjoint, monkeypatch):

@@ -38,7 +38,8 @@ def pyramid(x: Tensor, *, block_size: int, levels: int) -> list[Tensor]:
     dtype = torch.promote_types(x.dtype, torch.float32)
     result, total = [x], x.to(dtype)
     for level in range(1, levels + 1):
-        padded = pad(total, (0, 0, 0, -total.shape[2] % block_size))
+        short = -total.shape[2] % block_size
+        padded = pad(total, (0, 0, 0, short)) if short else total  # by 0 it would copy
         total = padded.unflatten(2, (-1, block_size)).sum(3)
         counts = token_counts(length, block_size, level, x.device).to(dtype)
         result.append(total / counts[:, None])
