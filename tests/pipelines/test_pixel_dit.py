@@ -73,6 +73,24 @@ def test_rotation_depends_on_distances_alone():
     assert abs(products[0, 1] - products[0, 8]) > 1e-3  # right is not down
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rotation_of_heads_in_any_memory_turns_each_pair(dtype):
+    """On a CPU the pairs are multiplied as complex numbers, which need them side by side in memory."""
+    tables = grid_tables(3, 5, "hilbert", 8, 100.0, None, torch.device("cpu"))
+    wide = torch.randn(2, 15, 2, 25, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for x in (wide[..., 3:11], wide[..., :16:2], wide[..., 1:9].contiguous()):
+        even, odd = x.double()[..., ::2], x.double()[..., 1::2]
+        cos, sin = tables.cos.double(), tables.sin.double()
+        expected = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+        before = x.clone()
+        actual = rotate(x, tables.cos, tables.sin)
+        assert actual.dtype == dtype
+        assert torch.equal(x, before)
+        torch.testing.assert_close(
+            actual, expected.to(dtype), rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=1e-6
+        )
+
+
 def test_positions_of_an_extent_are_those_of_the_finer_picture():
     """With an extent the centre of a coarse pixel lies in the middle of the four finer ones that it stands for."""
     angles = [
@@ -268,6 +286,17 @@ def test_inference_mode_leaves_nothing_behind_that_training_cannot_use():
     with torch.inference_mode():
         model(*inputs(11, 13))
     model(*inputs(11, 13)).sample.mean().backward()
+
+
+@pytest.mark.parametrize("size", [(32, 32), (25, 41), (45, 46)], ids=["1024", "1025", "2070"])
+def test_tokens_in_slices_are_those_of_all_at_once(size):
+    """Without gradients a CPU takes some tokens after the other through the two-layer network."""
+    model = tiny_pixels.transformer()
+    pictures, *conditions = inputs(*size)
+    before = pictures.clone()
+    whole = model(pictures, *conditions).sample.detach()
+    torch.testing.assert_close(run(model, pictures, *conditions), whole, rtol=1e-5, atol=1e-6)
+    assert torch.equal(pictures, before)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from .attention import METHODS, PixelDiTAttention
 from .grid import TOKEN_ORDERS, GridTables, grid_tables
 
 _TIME_CHANNELS = 256
+_TOKENS_AT_ONCE = 1024  # through the two-layer network on a CPU, so that its wide layer stays in the cache
 _ALIGNMENT = 64  # bytes, of memory that PyTorch gets for a new tensor on a CPU
 
 
@@ -40,8 +41,14 @@ class PixelDiTBlock(nn.Module):
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(condition)[:, None].chunk(6, dim=-1)
         attended = self.attn(_modulate(hidden_states, shift_1, scale_1), rotary_emb)
         hidden_states = torch.addcmul(hidden_states, gate_1, attended)
-        inner = self.linear_in(_modulate(hidden_states, shift_2, scale_2))
-        return torch.addcmul(hidden_states, gate_2, self.linear_out(gelu(inner)))
+        if not hidden_states.is_cpu or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return torch.addcmul(hidden_states, gate_2, self._feed_forward(hidden_states, shift_2, scale_2))
+        for part in hidden_states.split(_TOKENS_AT_ONCE, dim=1):
+            part.addcmul_(gate_2, self._feed_forward(part, shift_2, scale_2))
+        return hidden_states
+
+    def _feed_forward(self, hidden_states: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.linear_out(gelu(self.linear_in(_modulate(hidden_states, shift, scale))))
 
 
 class PixelDiTTransformer2DModel(ModelMixin, ConfigMixin, AttentionMixin, CacheMixin):
