@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from gradio_client.exceptions import AppError
 from diffsieve.app.server import PASSWORD, USER
 from tests.app.conftest import SMALL
 from tests.app.test_server import request
+from tests.small_disk import MOUNT, NO_MOUNTS, has_mounts
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = vars(SMALL)
@@ -84,11 +84,6 @@ def test_the_log_holds_no_password_at_any_level(tmp_path):
         assert secret not in written
 
 
-# A file system in memory for the command alone: a folder and a size, then what to run.
-MOUNT = ("unshare", "--mount", "--map-root-user", "sh", "-c",
-         'mount -t tmpfs -o size="$2" tmpfs "$1" && shift 2 && exec "$@"', "sh")  # fmt: skip
-
-
 def refused(client, message, **changes):
     with pytest.raises(AppError, match=message) as raised:
         client.predict(**ARGUMENTS | changes, api_name="/compare")
@@ -119,18 +114,7 @@ def nothing_half(files, run):
     return left == [] and not any(name.endswith("part") for name in files)
 
 
-def has_mounts():
-    """Whether a process may have a file system of its own: root, or anybody where the system allows it."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return subprocess.run([*MOUNT, folder, "100k", "true"], capture_output=True).returncode == 0
-        except OSError:
-            return False
-
-
-@pytest.mark.skipif(
-    not has_mounts(), reason="needs a file system of a few kilobytes: unshare and mount are not allowed"
-)
+@pytest.mark.skipif(not has_mounts(), reason=NO_MOUNTS)
 def test_a_full_disk_is_told_and_loses_no_finished_run(tmp_path):
     """The folder of the server lies on a file system that holds one run, and not all of a second one."""
     with process(tmp_path, *MOUNT, str(tmp_path), "1000k") as (url, _, end):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -75,9 +76,16 @@ def write_atomically(path: Path, save: Any) -> None:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)  # half of a file would keep a full disk full
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        if isinstance(error, OSError):
+            raise_with_name(error, path)
         raise
+
+
+def raise_with_name(error: OSError, path: Path) -> NoReturn:
+    """Raise an error of a file again, with its name where the system told none: a write knows no names."""
+    if error.errno is not None and error.filename is None:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    raise error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -133,19 +141,20 @@ def save_weights(folder: Path, tensors: Mapping[str, torch.Tensor], step: int, m
             size = 0
         shards[-1][key] = tensor.detach().cpu().contiguous()
         size += tensor_bytes
-    names = []
-    for index, shard in enumerate(shards):
-        names.append(f"weights-{step:07d}-{index:02d}.safetensors")
-        write_atomically(folder / names[-1], lambda temporary, shard=shard: temporary.write_bytes(save(shard)))
-    write_json(folder / WEIGHTS_FILE, {"step": step, "files": names})
+    names = [f"weights-{step:07d}-{index:02d}.safetensors" for index in range(len(shards))]
+    with _old_set_on_failure(folder):
+        for name, shard in zip(names, shards, strict=True):
+            write_atomically(folder / name, lambda temporary, shard=shard: temporary.write_bytes(save(shard)))
+        write_json(folder / WEIGHTS_FILE, {"step": step, "files": names})
     _remove_other_shards(folder, names)
 
 
 def copy_weights(source: Path, target: Path) -> None:
     """Copy the set of `save_weights` from one folder to another, which holds one complete set at any moment."""
     names = _shard_names(source)
-    for name in [*names, WEIGHTS_FILE]:
-        copy_file(source / name, target / name)
+    with _old_set_on_failure(target):
+        for name in [*names, WEIGHTS_FILE]:
+            copy_file(source / name, target / name)
     _remove_other_shards(target, names)
 
 
@@ -182,6 +191,16 @@ def _shard_names(folder: Path) -> list[str]:
         )
     names: list[str] = json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8"))["files"]
     return names
+
+
+@contextmanager
+def _old_set_on_failure(folder: Path) -> Iterator[None]:
+    """Remove the files of a set that is not finished: a part of it would keep a full disk full."""
+    try:
+        yield
+    except BaseException:
+        _remove_other_shards(folder, _shard_names(folder) if has_weights(folder) else [])
+        raise
 
 
 def _remove_other_shards(folder: Path, names: list[str]) -> None:

@@ -17,7 +17,16 @@ from accelerate import Accelerator
 from torch import nn
 
 from ...errors import DiffsieveError, UserInputError
-from .checkpoint import WEIGHTS_FILE, AveragedWeights, copy_file, copy_weights, load_state, save_state, write_atomically
+from .checkpoint import (
+    WEIGHTS_FILE,
+    AveragedWeights,
+    copy_file,
+    copy_weights,
+    load_state,
+    raise_with_name,
+    save_state,
+    write_atomically,
+)
 from .muon import Muon
 from .stage_config import StageConfig
 
@@ -287,8 +296,11 @@ def _share_weights(parameters: list[nn.Parameter], accelerator: Accelerator) -> 
 
 def _append(path: Path, value: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(value) + "\n")
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(value) + "\n")
+    except OSError as error:  # as on a full disk; half of a line goes when the run is resumed
+        raise_with_name(error, path)
 
 
 def _trim_log(path: Path, step: int) -> None:
