@@ -83,21 +83,24 @@ def enriched_attention_torch(
     """Same meaning as `reference.enriched_attention_reference`."""
     plan = _Plan(query, k_pyramid, v_pyramid, indices, block_size, enrich, disjoint)
     q = plan.padded(query)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+    out, peak, total = torch.empty_like(q), q.new_empty(q.shape[:2]), q.new_empty(q.shape[:2])
     for chunk in plan.chunks(floats_per_key=2):
-        part, part_lse = chunk.attend(chunk.of(q), scale)
+        part, part_peak, part_total = chunk.attend(chunk.of(q), scale)
         if chunk.level == 0:  # the raw tokens come first, all of a query at once
-            chunk.put(out, part)
-            chunk.put(lse, part_lse)
+            for x, value in ((out, part), (peak, part_peak), (total, part_total)):
+                chunk.put(x, value)
             continue
-        # The average of both, weighted by their sums. Each query keeps a raw token: its sum is not 0.
-        b_out, b_lse = chunk.of(out), chunk.of(lse)
-        ratio = (part_lse - b_lse)[..., None]
-        b_out.mul_(torch.sigmoid(-ratio)).addcmul_(part, torch.sigmoid(ratio))
-        chunk.put(lse, torch.logaddexp(b_lse, part_lse))
+        b_out, b_peak, b_total = chunk.of(out), chunk.of(peak), chunk.of(total)
+        # Each query keeps a raw token: its peak is finite.
+        new_peak = torch.maximum(b_peak, part_peak)
+        shrink, grow = (b_peak - new_peak).exp_(), (part_peak - new_peak).exp_()
+        b_total.mul_(shrink).addcmul_(part_total, grow)
+        b_out.mul_(shrink[..., None]).addcmul_(part, grow[..., None])
+        b_peak.copy_(new_peak)
     result = torch.empty_like(query)
     length = query.shape[2]
-    result.copy_(out.view(*query.shape[:2], -1, query.shape[3])[:, :, :length])
+    result.copy_(out.div_(total[..., None]).view(*query.shape[:2], -1, query.shape[3])[:, :, :length])
+    lse = peak + total.log()
     return result, lse.view(*query.shape[:2], -1)[:, :, :length].contiguous()
 
 
@@ -162,19 +165,18 @@ class _Chunk(NamedTuple):
     def put(self, x: Tensor, part: Tensor) -> None:
         self.of(x).copy_(part)
 
-    def attend(self, b_q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Softmax over the chunk's keys for queries `(C, R, D)`, and its log-sum-exp `(C, R)`."""
+    def attend(self, b_q: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums of the chunk's queries `(C, R, D)`: of weighted values, relative to a logit `(C, R)`, and of weights."""
         return self._attend_on_cpu(b_q, scale) if b_q.is_cpu else self._attend_elsewhere(b_q, scale)
 
-    def _attend_elsewhere(self, b_q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def _attend_elsewhere(self, b_q: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.logits(b_q, scale)  # [C, R, n]
         # A row of a pooled level can have no keys in disjoint mode: a finite peak makes its weights 0.
         peak = logits.amax(dim=-1).clamp(min=torch.finfo(logits.dtype).min)
         weights = logits.sub_(peak[..., None]).exp_()
-        total = weights.sum(dim=-1).clamp(min=1)  # below 1 only without keys
-        return torch.bmm(weights, self.value).div_(total[..., None]), peak + total.log()
+        return torch.bmm(weights, self.value), peak, weights.sum(dim=-1)
 
-    def _attend_on_cpu(self, b_q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def _attend_on_cpu(self, b_q: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         # What scaled_dot_product_attention calls on a CPU, taken directly for its log-sum-exp. One pass of all threads
         # instead of eight: on a CPU that is busy with other work that decides.
         bias = self.bias
@@ -189,7 +191,7 @@ class _Chunk(NamedTuple):
         out, lse = out[:, 0], lse[:, 0]
         if mask is not None:  # a row without keys, of a pooled level in disjoint mode, comes back with 0
             lse = lse.masked_fill(mask[:, 0].isneginf().all(dim=-1), -torch.inf)
-        return out, lse
+        return out, lse, torch.ones_like(lse)
 
     def logits(self, b_q: Tensor, scale: float) -> Tensor:
         if self.heads is None:
