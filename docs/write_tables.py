@@ -105,6 +105,27 @@ def calibration_table() -> str:
     return "\n".join(lines)
 
 
+def budgets_time_table() -> str:
+    """How long sparse calls take whose heads share their blocks, on an H200, as a Markdown table."""
+    rows = _result("h200/ba_att_budgets_time.json")["rows"]
+    names = {
+        "equal": "equal",
+        "mixed": "few and many in turns",
+        "long last": "many last",
+        "calibration of budgets": "measuring the shares, once",
+    }
+    shares = {"0.5": "50 %", "0.25": "75 %", "0.1": "90 %"}
+    shown = [(name, density) for name in names for density in shares]
+    lines = [
+        f"| tokens | {' | '.join(f'{names[name]}, {shares[density]}' for name, density in shown)} |",
+        "|---" * (1 + len(shown)) + "|",
+    ]
+    for row in rows:
+        cells = [f"{row['ms'][density][name]:.2f}" for name, density in shown]
+        lines.append(f"| {row['tokens']:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def hopper_rates_table() -> str:
     """Rates of the backends for Hopper GPUs at half of the blocks, as a Markdown table; "-" was not measured."""
     tune = _result("h200/block_sparse_hopper.json")["tune"]
@@ -207,13 +228,15 @@ def _or_dash(milliseconds: float | None, times: int = 1) -> str:
 
 
 _PARTS = (
-    "beta 1", "head budgets", "no centring", "no second order", "halfk", "score moments", "no compensation",
-    "hindsight", "order by recall", "first layer dense",
+    "measured budgets", "head budgets", "beta 1", "no centring", "no second order", "halfk", "score moments",
+    "no compensation", "hindsight", "order by recall", "first layer dense",
 )  # fmt: skip
 _SORTS = ("paper", "no sort", "sort queries", "sort keys")
 _IN_BRIEF = (
     "default",
+    "measured budgets",
     "beta 1",
+    "base",
     "hindsight",
     "order frame_hilbert",
     "oracle",
@@ -223,7 +246,7 @@ _IN_BRIEF = (
 )
 _FIDELITY = (0.5, 0.6, 0.75, 0.9)
 _RECALLED = (
-    "default",
+    "base",
     "beta 1",
     "hindsight",
     "no compensation",
@@ -257,17 +280,17 @@ def study_table() -> str:
 
 
 def study_parts_table() -> str:
-    """What changing one part of `default` changes, clip by clip, as a Markdown table."""
+    """What changing one part of `base` changes, clip by clip, as a Markdown table."""
     rows = _study_rows()
     lines = [
-        "PSNR less that of `default`, clip by clip, in dB: mean, its standard error, and in how many of the clips it",
+        "PSNR less that of `base`, clip by clip, in dB: mean, its standard error, and in how many of the clips it",
         f"is higher ({_counts(_FIDELITY)}):",
         "",
         f"| | {' | '.join(f'{share:.0%}' for share in _FIDELITY)} |",
         "|---" * (1 + len(_FIDELITY)) + "|",
     ]
-    for name in _PARTS:
-        cells = [_over_default(rows[name, share], rows["default", share]) for share in _FIDELITY]
+    for name in ("default", *_PARTS):
+        cells = [_over_base(rows[name, share], rows["base", share]) for share in _FIDELITY]
         lines.append(f"| {_named(name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -280,7 +303,7 @@ def study_sort_table() -> str:
 
 
 def study_recall_table() -> str:
-    """Recall and output error on captured calls, and what the calibration of `default` predicts, as Markdown tables."""
+    """Recall and output error on captured calls, and what the calibration of `base` predicts, as Markdown tables."""
     recall = _result("h200/study.json")["recall"]
     rows = {(row["variant"], row["sparsity"]): row for row in recall["rows"]}
     shown = [(what, share) for what in ("recall", "error") for share in _FIDELITY]
@@ -294,10 +317,10 @@ def study_recall_table() -> str:
     for name in _RECALLED:
         cells = [f"{rows[name, share][what]['mean']:.3f}" for what, share in shown]
         lines.append(f"| {_named(name)} | {' | '.join(cells)} |")
-    predicted = {share: rows["default", share]["predicted"] for share in _FIDELITY}
+    predicted = {share: rows["base", share]["predicted"] for share in _FIDELITY}
     for what in ("recall", "error"):
         cells = [f"{predicted[share][what]['predicted']:.3f}" if about == what else "" for about, share in shown]
-        lines.append(f"| predicted by the calibration of `default`: {what} | {' | '.join(cells)} |")
+        lines.append(f"| predicted by the calibration of `base`: {what} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -336,11 +359,11 @@ def _mean(row: dict[str, Any], metric: str) -> str:
     return f"{row['metrics'][metric]['mean']:.{2 if metric == 'psnr' else 4}f}"
 
 
-def _over_default(row: dict[str, Any], default: dict[str, Any]) -> str:
+def _over_base(row: dict[str, Any], base: dict[str, Any]) -> str:
     if not row["clips"]:
         return "-"
-    found = row["over_default"]["psnr"]
-    higher = sum(a > b for a, b in zip(row["psnr_by_clip"], default["psnr_by_clip"], strict=True))
+    found = row["over_base"]["psnr"]
+    higher = sum(a > b for a, b in zip(row["psnr_by_clip"], base["psnr_by_clip"], strict=True))
     return f"{found['mean']:+.2f} ± {found['std'] / found['n'] ** 0.5:.2f}, {higher}"
 
 
@@ -375,23 +398,16 @@ def _about_study(shares: tuple[float, ...]) -> str:
 def _named(variant: str) -> str:
     names = {
         "preset default": "`default` as it ships: first layer dense, more blocks kept",
-        "window x2": "`default`, order hilbert_window, its window doubled",
+        "beta 1": "$\\beta = 1$",
+        "window x2": "order hilbert_window, its window doubled",
         "first layer dense": "first layer dense, the others sparser",
         "no sort": "`paper` without its sort",
         "sort queries": "`paper`, queries alone sorted",
         "sort keys": "`paper`, keys alone sorted",
     }
-    if "beta" not in _result("h200/study.json")["clips"]["settings"]:  # `default` had 1/2 everywhere
-        names |= {
-            "default": "`default` with $\\beta = \\tfrac12$",
-            "beta 1": "`default` with $\\beta = 1$",
-            "preset default": "first layer dense, more blocks kept, $\\beta = \\tfrac12$",
-        }
     if variant in names:
         return names[variant]
-    if variant.startswith("order ") and variant != "order by recall":
-        return f"`default`, {variant}"
-    return f"`{variant}`" if variant in ("default", "paper") else variant
+    return f"`{variant}`" if variant in ("default", "base", "paper") else variant
 
 
 def cpu_table() -> str:
@@ -493,6 +509,7 @@ def tables() -> dict[str, str]:
         "supported-models": supported_models_table(),
         "results": f"{kernel_table()}\n\n{call_table()}\n\n{cpu_table()}",
         "calibration": calibration_table(),
+        "budgets-time": budgets_time_table(),
         "study": study_table(),
         "study-parts": study_parts_table(),
         "study-sort": study_sort_table(),

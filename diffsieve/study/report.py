@@ -26,7 +26,7 @@ CLIPS_SCHEMA, RECALL_SCHEMA = "diffsieve.study.clips/1", "diffsieve.study.recall
 ASKED_SCHEMA = "diffsieve.study.asked/1"
 STUDY_SCHEMA = "diffsieve.study/1"
 REPORT, PAGE = "study.json", "study.html"
-_BASELINES = {"over_paper": "paper", "over_default": "default"}
+_BASELINES = {"over_paper": "paper", "over_default": "default", "over_base": "base"}
 
 Asked = tuple[str, int, str, float | None]
 """Prompt, seed, variant and sparsity of one clip."""
@@ -66,7 +66,7 @@ def write_report(out: Path, *, command: Sequence[str] | None = None) -> dict[str
 
 
 def summarize_clips(lines: Sequence[Mapping[str, Any]], asked: Set[Asked] | None = None) -> dict[str, Any]:
-    """Return a row for each variant and sparsity: statistics over clips, and the gain over either preset.
+    """Return a row for each variant and sparsity: statistics over clips, and the gains over `paper`, `default`, `base`.
 
     Rows of one sparsity are over the same clips, those that all of them have, so that they can be compared when the
     study is unfinished; where there is no such clip, each is over its own. `in_all_rows` holds the means over the clips

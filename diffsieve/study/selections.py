@@ -19,7 +19,6 @@ from ..kernels.ba_att import (
     token_orders,
 )
 from ..kernels.ba_att.ordering import Grid
-from ..kernels.ba_att.scores import mean_key
 from .mass import block_mass
 
 # Logits held at a time by the anti-diagonal sampling (256 MiB in fp32).
@@ -66,34 +65,6 @@ def antidiagonal(stride: int) -> CustomSelection:
         query: torch.Tensor, key: torch.Tensor, *, kept: int, block_size: int, scale: float
     ) -> tuple[torch.Tensor, None]:
         return select_blocks(_antidiagonal_mass(query, key, stride, block_size, scale), kept), None
-
-    return CustomSelection(select=select)
-
-
-def second_order_weights(queries: float, keys: float) -> CustomSelection:
-    """Rank by `residual_scores` with a weight of its own for either part of the second-order term.
-
-    The variance of the logits is Vq·Km² + (Qm² + Vq)·Vk (Vq and Vk variances, Qm and Km means by channel): what the
-    queries of a block differ by and what its keys differ by. `beta` weighs both alike. Weights 1 and 1/2 are the root
-    mean square over the queries of what the means miss, where its mean has 1/2 and 1/2.
-
-    Args:
-        queries: weight of the first part.
-        keys: weight of the second.
-    """
-
-    def select(
-        query: torch.Tensor, key: torch.Tensor, *, kept: int, block_size: int, scale: float
-    ) -> tuple[torch.Tensor, None]:
-        q, k = block_statistics(query, block_size), block_statistics(key, block_size)
-        heads = q.mean.shape[1] // k.mean.shape[1]
-        centred, spread = (
-            x.repeat_interleave(heads, dim=1).transpose(-1, -2) for x in ((k.mean - mean_key(k)).square(), k.variance)
-        )
-        of_queries = q.variance @ centred * scale**2
-        of_keys = (q.mean.square() + q.variance) @ spread * scale**2
-        scores = residual_scores(q, k, second_order=False, scale=scale) + queries * of_queries + keys * of_keys
-        return select_blocks(scores, kept), None
 
     return CustomSelection(select=select)
 

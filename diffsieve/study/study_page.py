@@ -40,8 +40,8 @@ def study_page(report: Mapping[str, Any]) -> Page:
             f"steps {', '.join(map(str, recall['steps']))}"
         )
         notes += [_bound_note(order, figures) for order, figures in recall["bound"].items()]
-        default = [row for row in recall["rows"] if row["variant"] == "default"]
-        notes += [_calibration_note(row) for row in default if "predicted" in row]
+        base = [row for row in recall["rows"] if row["variant"] == "base"]
+        notes += [_calibration_note(row) for row in base if "predicted" in row]
     return Page("Which blocks to keep: a study", facts, study_table(report), notes, _charts(report))
 
 

@@ -71,7 +71,7 @@ def test_total_and_density_are_those_of_equal_budgets():
     assert summary.token_density_overall == expected.token_density_overall
 
 
-def test_equal_is_the_default_and_takes_the_path_without_budgets(monkeypatch):
+def test_equal_takes_the_path_without_budgets(monkeypatch):
     given = []
 
     def attend(*tensors, budgets, **options):
@@ -80,7 +80,7 @@ def test_equal_is_the_default_and_takes_the_path_without_budgets(monkeypatch):
 
     monkeypatch.setattr(processor, "ba_attention", attend)
     pipe = tiny.wan_pipeline()
-    apply_sparse_attention(pipe, BAAttConfig(block_size=BLOCK, min_tokens=0, warmup_steps=2))
+    apply_sparse_attention(pipe, BAAttConfig(budgets="equal", block_size=BLOCK, min_tokens=0, warmup_steps=2))
     tiny.generate(pipe)
     assert given == [None] * (3 * 2 * 2)  # steps, branches, sparse layers
     assert all(layer.processor._budgets is None for layer in controllers_of(pipe)[0].layers)

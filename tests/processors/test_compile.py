@@ -37,8 +37,9 @@ def _compile(pipe, form, backend):
         ("wrapped", {}, 3),  # dense, calibrating, sparse
         ("in-place", {}, 3),
         ("repeated", {}, 3),
-        ("wrapped", {"budgets": "auto", "block_size": 4}, 3),
-        ("repeated", {"budgets": "auto", "block_size": 4}, 3),
+        ("wrapped", {"block_size": 4}, 3),
+        ("repeated", {"block_size": 4}, 3),
+        ("repeated", {"budgets": "equal"}, 3),
         ("wrapped", {"preset": "paper"}, 2),  # nothing to calibrate
         ("repeated", {"preset": "paper"}, 3),  # the ends score with the second-order term, those between without
     ],
@@ -66,7 +67,7 @@ def test_graphs_of_a_run(form, options, graphs):
     assert (summary.steps, summary.dense_reasons) == (reference.steps, reference.dense_reasons)
     assert (summary.orders, summary.backend) == (reference.orders, reference.backend)
     assert summary.budgets == reference.budgets
-    assert bool(summary.budgets) == ("budgets" in options)
+    assert bool(summary.budgets) == (not {"budgets", "preset"} & options.keys())
     assert summary.attention_seconds is None  # compiled code is not timed
 
 

@@ -22,9 +22,9 @@ def test_default_preset():
     ("options", "weight"),
     [
         ({}, 1.0),
-        ({"sparsity": 0.75}, 1.0),
-        ({"density": 0.25}, 1.0),
-        ({"sparsity": 0.76}, 0.5),
+        ({"sparsity": 0.6}, 1.0),
+        ({"density": 0.4}, 1.0),
+        ({"sparsity": 0.61}, 0.5),
         ({"sparsity": 0.9}, 0.5),
         ({"score": "moments"}, 0.5),
         ({"score": "halfk"}, 0.5),
@@ -67,9 +67,9 @@ def test_repr_shows_the_values_in_force():
 @pytest.mark.parametrize(
     ("options", "shares", "calibrates"),
     [
-        ({}, False, False),
+        ({}, True, True),
+        ({"budgets": "equal"}, False, False),
         ({"preset": "paper"}, False, False),
-        ({"budgets": "auto"}, True, True),
         ({"budgets": "auto", "preset": "paper"}, True, True),
         ({"budgets": "auto", "order": "hilbert"}, True, True),
         ({"budgets": "auto", "orders": {"blocks.1": ["raster"]}}, True, False),

@@ -170,7 +170,7 @@ def test_two_transformers(kind, layers):
 
 
 def test_two_transformers_with_a_fixed_order_need_no_second_dense_step():
-    pipe = _sparse(tiny.wan_pipeline(two=True), order="hilbert")
+    pipe = _sparse(tiny.wan_pipeline(two=True), order="hilbert", budgets="equal")
     tiny.generate(pipe, steps=8)
     assert _dense(pipe) == ([0, 1], 8)
 

@@ -77,7 +77,10 @@ def test_recall_and_error_of_one_variant_written_out(config):
 def test_calibration_chooses_as_in_the_pipeline(config, pipe):
     study_recall(config)
     apply_sparse_attention(
-        pipe, BAAttConfig(sparsity=0.6, warmup_steps=1, dense_layers=(), block_size=16, min_tokens=0)
+        pipe,
+        BAAttConfig(
+            sparsity=0.6, budgets="equal", beta=0.5, warmup_steps=1, dense_layers=(), block_size=16, min_tokens=0
+        ),
     )
     pipe(
         prompt="a cat moves left",
@@ -92,7 +95,7 @@ def test_calibration_chooses_as_in_the_pipeline(config, pipe):
     )
     orders = sparsity_summary(pipe).orders
     for line in lines_of(config.out):
-        row = next(r for r in line["rows"] if (r["variant"], r["sparsity"]) == ("default", 0.6))
+        row = next(r for r in line["rows"] if (r["variant"], r["sparsity"]) == ("base", 0.6))
         assert tuple(row["orders"]) == orders[line["layer"]]
         assert {name: len(values) for name, values in row["predicted"].items()} == {"error": HEADS, "recall": HEADS}
 
@@ -102,13 +105,13 @@ def test_the_summary_groups_and_compares(config):
     report = json.loads((config.out / "study.json").read_text(encoding="utf-8"))["recall"]
     assert report["calls"] == 9
     rows = {(row["variant"], row["sparsity"]): row for row in report["rows"]}
-    default = rows["default", 0.6]
-    assert default["recall"]["n"] == 9 * HEADS
-    assert set(default["by_layer"]) == {f"transformer.blocks.{n}" for n in range(3)}
-    assert set(default["by_step"]) == {"1", "3", "4"}
-    assert [len(values) for values in default["by_head"].values()] == [HEADS] * 3
-    for name, predicted in default["predicted"].items():
-        assert predicted["got"] == pytest.approx(default[name]["mean"])
+    base = rows["base", 0.6]
+    assert base["recall"]["n"] == 9 * HEADS
+    assert set(base["by_layer"]) == {f"transformer.blocks.{n}" for n in range(3)}
+    assert set(base["by_step"]) == {"1", "3", "4"}
+    assert [len(values) for values in base["by_head"].values()] == [HEADS] * 3
+    for name, predicted in base["predicted"].items():
+        assert predicted["got"] == pytest.approx(base[name]["mean"])
         assert predicted["got_minus_predicted"]["mean"] == pytest.approx(predicted["got"] - predicted["predicted"])
     best = rows["hindsight", 0.6]["recall"]["mean"]
     assert all(best >= rows[f"order {name}", 0.6]["recall"]["mean"] - 1e-9 for name in CANDIDATE_ORDERS)
@@ -149,11 +152,11 @@ def test_without_the_calibrating_step_the_reason_is_given(pipe, captures, tmp_pa
 def test_promises_are_error_and_recall_of_the_calibrating_step(config):
     study_recall(config)
     line = next(line for line in lines_of(config.out) if line["layer"] == "transformer.blocks.1")
-    row = next(r for r in line["rows"] if (r["variant"], r["sparsity"]) == ("default", 0.6))
+    row = next(r for r in line["rows"] if (r["variant"], r["sparsity"]) == ("base", 0.6))
     path = next(path for path in captured_files(config.captures) if "blocks.1-step000" in path.name)
     captured = read_captured(path)
     tensors = captured.query, captured.key, captured.value
-    selection, rest = kernel_arguments(BAAttConfig(density=0.4, block_size=16), second_order=True)
+    selection, rest = kernel_arguments(BAAttConfig(density=0.4, block_size=16, beta=0.5), second_order=True)
     dense = torch.nn.functional.scaled_dot_product_attention(*tensors)
     for head, name in enumerate(row["orders"]):
         out, info = ba_attention(
@@ -202,11 +205,11 @@ def test_orders_of_the_dense_run_are_those_that_lose_least(losses, pipe):
 
 def test_budgets_are_measured_as_in_the_pipeline(captured, tmp_path, pipe):
     config = RecallConfig(
-        captures=captured, out=tmp_path / "study", block_size=4, suites=(), variants=("measured budgets", "default")
+        captures=captured, out=tmp_path / "study", block_size=4, suites=(), variants=("measured budgets", "base")
     )
     study_recall(config)
     settings = {"warmup_steps": 1, "dense_layers": (), "block_size": 4, "min_tokens": 0}
-    apply_sparse_attention(pipe, BAAttConfig(sparsity=0.5, budgets="auto", **settings))
+    apply_sparse_attention(pipe, BAAttConfig(sparsity=0.5, budgets="auto", beta=0.5, **settings))
     generate(pipe, guidance=1.0)  # the branch that was captured, alone
     summary = sparsity_summary(pipe)
     lines = lines_of(config.out)
@@ -214,6 +217,6 @@ def test_budgets_are_measured_as_in_the_pipeline(captured, tmp_path, pipe):
         rows = {row["variant"]: row for row in line["rows"]}
         shared = rows["measured budgets"]
         assert tuple(shared["budgets"]) == summary.budgets[line["layer"]]
-        assert shared["density"] == rows["default"]["density"]
+        assert shared["density"] == rows["base"]["density"]
         assert "predicted" not in shared
     assert any(len(set(row["budgets"])) > 1 for line in lines for row in line["rows"] if "budgets" in row)

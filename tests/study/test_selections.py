@@ -10,9 +10,6 @@ from diffsieve.kernels.ba_att import (
     TokenOrders,
     ba_attention,
     block_mask,
-    block_statistics,
-    residual_scores,
-    select_blocks,
     token_orders,
 )
 from diffsieve.study.bound import bound_and_deviation, correlation
@@ -23,7 +20,6 @@ from diffsieve.study.selections import (
     one_sided_sort,
     oracle,
     random_blocks,
-    second_order_weights,
     select_by_head,
 )
 
@@ -153,27 +149,3 @@ def test_correlation_is_pearsons():
     assert correlation(x, 2 * x + 1).item() == pytest.approx(1.0)
     assert correlation(x, -x).item() == pytest.approx(-1.0)
     assert math.isnan(correlation(x, torch.ones_like(x)).item())
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_equal_weights_of_the_second_order_term_are_beta(beta, generator):
-    query, key, _ = tensors((2, 4, 2, 90, 6), generator)
-    found, _ = second_order_weights(beta, beta).select(query, key, kept=4, block_size=BLOCK, scale=0.4)
-    statistics = block_statistics(query, BLOCK), block_statistics(key, BLOCK)
-    assert torch.equal(found, select_blocks(residual_scores(*statistics, beta=beta, scale=0.4), 4))
-
-
-def test_each_weight_moves_its_own_part_of_the_second_order_term():
-    # Queries differ along the first channel: a far mean key along it counts by the weight of the queries. Keys of the
-    # last block differ along the second, which the queries have in common: that counts by the weight of the keys.
-    query = torch.tensor([[2.0, 3.0], [-2.0, 3.0]]).repeat(4, 1)[None, None]
-    plain, far, wide = ([[0.0, 0.1], [0.0, -0.1]], [[1.5, 0.1], [1.5, -0.1]], [[0.0, 0.6], [0.0, -0.6]])
-    key = torch.tensor([pair for block in (plain, far, wide) for pair in block * 4])[None, None]
-
-    def first(queries, keys):
-        select = second_order_weights(queries, keys).select
-        return select(query, key, kept=1, block_size=BLOCK, scale=1.0)[0].flatten().tolist()
-
-    assert first(0.0, 0.0) == [2]
-    assert first(2.0, 0.0) == [1]
-    assert first(2.0, 10.0) == [2]
