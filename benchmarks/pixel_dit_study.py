@@ -3,7 +3,8 @@
     PYTHONPATH=. python benchmarks/pixel_dit_study.py run --data .data/emoji --work WORK --side 64 [--variants A,B]
     PYTHONPATH=. python benchmarks/pixel_dit_study.py run --data .data/emoji --work WORK --side 128 [--variants A,B]
     PYTHONPATH=. python benchmarks/pixel_dit_study.py measure --data .data/emoji --work WORK --side 64
-    PYTHONPATH=. python benchmarks/pixel_dit_study.py report --work WORK --out benchmarks/results/h200
+    PYTHONPATH=. python benchmarks/pixel_dit_study.py report --work WORK --out benchmarks/results/h200 \
+        --charts docs/images --gpu "NVIDIA H200" --python 3.12 --torch 2.11.0+cu130 --triton 3.6.0
 
 `run` trains each variant and draws its samples (`train` and `sample` do one of the two). It is meant for a CUDA GPU,
 and "llsa without weights" needs one. What is finished is skipped, so a call can be repeated in legs (`--max-seconds`:
@@ -11,8 +12,9 @@ no variant begins shortly before that; one in training pauses and goes on in the
 left; 1: a variant failed. `--shard 0/2` takes every second variant: one process for each GPU, with
 CUDA_VISIBLE_DEVICES. At 128 pixels every variant begins with its weights of 64 ("llsa 1 level" with those of "llsa",
 which has one level there), when WORK holds them: `began_at_64` in the report. `measure` needs no GPU, but the feature
-network (`diffsieve weights effnet` and the extra eval). `report` writes `pixel_dit_study.json` and a chart of the
-losses. `--layers`, `--images`, `--samples` and `--steps` set the size of the study; keep them equal in all calls.
+network (`diffsieve weights effnet` and the extra eval). `report` writes `pixel_dit_study.json` and charts of the
+losses; it can run elsewhere, so it is told on what `run` did. `--layers`, `--images`, `--samples` and `--steps` set the
+size of the study; keep them equal in all calls.
 
 The distance compares samples with the whole training set at that size, whose moments are exact: it is the population.
 `floor` is that of as many pictures drawn from the set itself.
@@ -41,8 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffsieve.compare.charts import Series, line_chart
-from diffsieve.compare.report import versions
+from diffsieve.bench.drawing import Axis, Line, line_plot
 from diffsieve.pipelines.loading import resolve_device, resolve_dtype
 from diffsieve.pipelines.training.accelerating import fast_attention
 from diffsieve.pipelines.training.checkpoint import write_atomically, write_json
@@ -56,6 +57,7 @@ BLOCK, TOPK = 16, 8
 BATCH = {64: 64, 128: 16}
 IMAGES = {64: 96_000, 128: 24_000}
 SAMPLED_TOGETHER = {64: 200, 128: 50}  # divide 5,000: one compiled graph for all
+LOSSES = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # ticks of the charts
 PAUSED = 3
 WITHOUT_WEIGHTS = "llsa without weights"
 
@@ -313,6 +315,9 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     """Collect every figure in one file, and draw the losses."""
+    told = {name: getattr(arguments, name) for name in ("gpu", "python", "torch", "triton")}
+    if missing := [f"--{name}" for name, value in told.items() if value is None]:
+        raise SystemExit(f"report must be told on what the variants were trained: give {', '.join(missing)}")
     sizes = {}
     for side in BATCH:
         rows, lines = {}, []
@@ -324,12 +329,14 @@ def report(arguments: argparse.Namespace) -> None:
             steady = sorted(line["samples_per_second"] for line in log[len(log) // 4 :])
             rate = steady[len(steady) // 2]
             batch = BATCH[side]
+            recorded = json.loads((out / "settings.json").read_text())
             row: dict[str, Any] = {
-                "model": json.loads((out / "settings.json").read_text())["model"],
+                "model": recorded["model"],
                 "keys_per_query": keys_per_query(side, settings),
                 "began_at_64": (out / "start.json").is_file(),
                 "images": log[-1]["step"] * batch * log[-1]["processes"],
                 "steps": log[-1]["step"],
+                "seed": recorded["seed"],
                 "finished": log[-1]["progress"] >= 1,
                 "train_images_per_s": rate,
                 "train_tokens_per_s": rate * side**2,
@@ -340,23 +347,46 @@ def report(arguments: argparse.Namespace) -> None:
                 if (out / f"{file}.json").is_file():
                     row[file] = json.loads((out / f"{file}.json").read_text())
             rows[name] = row
-            lines.append(Series(name, _curve(log, batch)))
+            lines.append(Line(name, _curve(log, batch)))
         sizes[str(side)] = rows
         if lines:
-            chart = line_chart(f"{side} x {side}", lines, x_label="thousand pictures", y_label="loss")
-            target = arguments.out / f"pixel_dit_study_{side}.svg"
-            write_atomically(target, lambda path, chart=chart: path.write_text(chart, encoding="utf-8"))
-    values = {"command": " ".join(["python", *sys.argv]), "versions": versions(), "sides": sizes}
+            axes = Axis("thousand pictures", log=False), Axis("mean loss of a tenth", ticks=LOSSES)
+            chart = line_plot(f"Loss of training at {side} x {side}", arguments.gpu, lines, *axes)
+            target = (arguments.charts or arguments.out) / f"pixel-dit-study-{side}.png"
+            write_atomically(target, lambda path, chart=chart: chart.save(path, format="PNG", optimize=True))
+    values = {
+        "commands": _commands(sizes),
+        "gpu": told.pop("gpu"),
+        "versions": told,
+        "variants": {str(side): list(variants(side)) for side in BATCH},
+        "sides": sizes,
+    }
     write_json(arguments.out / "pixel_dit_study.json", values)
+
+
+def _commands(sizes: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """What makes the figures anew, with the sizes that the runs recorded."""
+    found = []
+    for side, rows in sizes.items():
+        for row in [row for row in rows.values() if row["finished"] and "samples" in row][:1]:
+            sizes_of_it = (
+                f"--side {side} --layers {row['model']['layers']} --images {row['images']} "
+                f"--steps {row['samples']['steps']} --samples {row['samples']['samples']}"
+            )
+            found += [
+                f"python benchmarks/pixel_dit_study.py {command} --work outputs/pixel-dit-study {sizes_of_it}"
+                for command in ("run", "measure")
+            ]
+    return found
 
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _curve(log: list[dict[str, Any]], batch: int) -> list[tuple[float, float | None]]:
-    """Forty points: the mean loss of a stretch of the log."""
-    size = max(1, len(log) // 40)
+def _curve(log: list[dict[str, Any]], batch: int) -> list[tuple[float, float]]:
+    """Ten points, each the mean loss of a tenth of the log: single steps differ by their pictures and noise."""
+    size = max(1, len(log) // 10)
     parts = [log[i : i + size] for i in range(0, len(log), size)]
     return [(part[-1]["step"] * batch / 1000, _mean([line["losses"]["loss"] for line in part])) for part in parts]
 
@@ -410,6 +440,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--data", type=Path, default=Path(".data/emoji"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
+    parser.add_argument("--charts", type=Path, help="folder of the report's charts; default that of --out")
+    for name in ("gpu", "python", "torch", "triton"):
+        parser.add_argument(f"--{name}", help="for the report: on what the variants were trained")
     parser.add_argument("--side", type=int, choices=sorted(BATCH), default=64)
     parser.add_argument("--variants", help="names, joined by commas; default all")
     parser.add_argument("--images", type=int, help="budget of training pictures")

@@ -11,6 +11,7 @@ from PIL import Image
 
 from diffsieve.eval.features import FeatureNetwork
 
+TRAINED_ON = ("--gpu", "a GPU", "--python", "3.12", "--torch", "2.11.0+cu130", "--triton", "3.6.0")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pixel_dit_study.py"
 
 
@@ -77,21 +78,38 @@ def test_a_variant_is_trained_sampled_measured_and_reported(study, call, tmp_pat
     network = FeatureNetwork("means", 3, lambda x: x.float().mean((2, 3)), "none")
     monkeypatch.setattr("diffsieve.eval.features.load_features", lambda **_: network)
     assert call("measure") == 0
-    assert call("report", "--out", str(tmp_path / "out")) == 0
-    rows = json.loads((tmp_path / "out" / "pixel_dit_study.json").read_text())["sides"]["16"]
+    assert call("report", "--out", str(tmp_path / "out"), *TRAINED_ON) == 0
+    report = json.loads((tmp_path / "out" / "pixel_dit_study.json").read_text())
+    assert report["gpu"] == "a GPU"
+    assert report["versions"] == {"python": "3.12", "torch": "2.11.0+cu130", "triton": "3.6.0"}
+    assert str(tmp_path) not in json.dumps(report)
+    assert report["commands"] == [
+        f"python benchmarks/pixel_dit_study.py {command} --work outputs/pixel-dit-study "
+        "--side 16 --layers 1 --images 4 --steps 1 --samples 4"
+        for command in ("run", "measure")
+    ]
+    rows = report["sides"]["16"]
     assert rows.keys() == {"full", "llsa"}
     assert rows["llsa"]["images"] == 4
     assert rows["llsa"]["finished"]
     assert rows["llsa"]["distance"]["name"] == "fd[means]"
     assert rows["llsa"]["distance"]["value"] > 0
     assert rows["full"]["model"]["attention_method"] == "full"
-    assert (tmp_path / "out" / "pixel_dit_study_16.svg").is_file()
+    Image.open(tmp_path / "out" / "pixel-dit-study-16.png").verify()
+
+
+def test_a_report_does_not_take_this_machine_for_that_of_the_runs(call, tmp_path):
+    told = TRAINED_ON[:4]
+    assert call("report", "--out", str(tmp_path / "out"), *told) == (
+        "report must be told on what the variants were trained: give --torch, --triton"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_large_size_begins_with_the_weights_of_the_small_one(call, tmp_path):
     assert call("train", "--variants", "llsa", side=8) == 0
     assert call("train", "--variants", "llsa 1 level,llsa raster") == 0
-    assert call("report", "--out", str(tmp_path)) == 0
+    assert call("report", "--out", str(tmp_path), *TRAINED_ON) == 0
     rows = json.loads((tmp_path / "pixel_dit_study.json").read_text())["sides"]["16"]
     assert rows["llsa 1 level"]["began_at_64"]
     assert not rows["llsa raster"]["began_at_64"], "there are no such weights"
