@@ -28,6 +28,7 @@ PAGES = (
     "docs/supported-models.md",
     "docs/mini-wan.md",
     "docs/reproduce.md",
+    "docs/pixel-dit.md",
 )
 
 
@@ -471,6 +472,35 @@ def mini_wan_table() -> str:
     )
 
 
+def pixel_dit_study_table() -> str:
+    """The variants of pixel DiT's attention that were trained on an H200, as a Markdown table; "-" is not measured."""
+    report = _result("h200/pixel_dit_study.json")
+    heads = ("distance", "to full", "loss", "keys", "training: pictures/s", "pixels/s, millions", "peak memory, GiB")
+    lines = [f"| side | attention | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
+    for side, names in report["variants"].items():
+        rows = report["sides"][side]
+        of_full = rows["full"]["distance"]["value"]
+        for name in names:
+            row = rows.get(name)
+            if row is None:
+                lines.append(f"| {side} | {name} |{' - |' * len(heads)}")
+                continue
+            value = row["distance"]["value"] if "distance" in row else None
+            cells = [
+                "-" if value is None else f"{value:.1f}",
+                "-" if value is None else f"{value / of_full - 1:+.1%}",
+                f"{row['loss_last_tenth']:.4f}",
+                f"{row['keys_per_query']:,}",
+                f"{row['train_images_per_s']:,.0f}",
+                f"{row['train_tokens_per_s'] / 1e6:.2f}",
+                f"{row['train_memory_gib']:.2f}",
+            ]
+            lines.append(f"| {side} | {name} | {' | '.join(cells)} |")
+    versions = report["versions"]
+    text = f"One {report['gpu']}, torch {versions['torch']}, Triton {versions['triton']}, Python {versions['python']}:"
+    return "\n".join([text, "", *lines, "", "```", *report["commands"], "```"])
+
+
 # The paper's Table 5: steps, dense ones among them, and forwards a step.
 _STEPS, _DENSE_STEPS, _BRANCHES = 50, 10, 2
 
@@ -524,6 +554,7 @@ def tables() -> dict[str, str]:
         "llsa-tests": llsa_tests(),
         "mini-wan-results": mini_wan_table(),
         "reproduction": reproduction_table(),
+        "pixel-dit-study": pixel_dit_study_table(),
     }
 
 

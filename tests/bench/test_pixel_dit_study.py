@@ -144,3 +144,15 @@ def test_variants_are_shared_between_processes(study, call, monkeypatch):
 
 def test_no_time_leaves_the_rest_for_another_call(call):
     assert call("run", "--variants", "llsa", "--max-seconds", "5") == 3
+
+
+def test_the_table_says_what_is_not_measured(monkeypatch):
+    location = importlib.util.spec_from_file_location("write_tables", SCRIPT.parents[1] / "docs" / "write_tables.py")
+    write_tables = importlib.util.module_from_spec(location)
+    location.loader.exec_module(write_tables)
+    report = write_tables._result("h200/pixel_dit_study.json")
+    del report["sides"]["128"]["llsa"]["distance"], report["sides"]["128"]["llsa raster"]
+    monkeypatch.setattr(write_tables, "_result", lambda name: report)
+    lines = write_tables.pixel_dit_study_table().splitlines()
+    assert "| 128 | llsa raster | - | - | - | - | - | - | - |" in lines
+    assert any(line.startswith("| 128 | llsa | - | - | 0.0") for line in lines)
