@@ -30,16 +30,27 @@ def test_from_capture_to_the_table(model, tmp_path, capsys):
     common = ("--model", model, "--device", "cpu", "--prompt", "a cat", "--seed", "0", *CLIP, "--guidance-scale", "1")
     assert run_main("capture", *common, "--layer", "-1", "--out", captures) == 0
     assert "4 files of 1 clips" in capsys.readouterr().out
-    choice = ("--variant", "paper", "--variant", "default", "--sparsity", "0.6", "--block-size", "16", "--out", out)
+    variants = [word for name in ("paper", "default", "base") for word in ("--variant", name)]
+    choice = (*variants, "--sparsity", "0.6", "--block-size", "16", "--out", out)
     assert run_main("study", "recall", captures, *choice, "--device", "cpu") == 0
     assert "all there" in capsys.readouterr().out
     assert run_main("study", "clips", *common, *choice, "--json") == 0
     output = capsys.readouterr()
-    assert json.loads(output.out)["done"] == 3
-    assert "[3/3, 0:00:00 left]" in output.err
+    assert json.loads(output.out)["done"] == 4
+    assert "[4/4, 0:00:00 left]" in output.err
     assert run_main("study", "report", out) == 0
     table = capsys.readouterr().out
-    words = ("noise floor", "default", "paper", "60 %", "recall", "PSNR, dB", "the paper's bound U", "predicted in")
+    words = (
+        "noise floor",
+        "default",
+        "base",
+        "paper",
+        "60 %",
+        "recall",
+        "PSNR, dB",
+        "the paper's bound U",
+        "predicted in",
+    )
     for word in words:
         assert word in table, word
     assert {"study.json", "study.html"} <= {path.name for path in out.iterdir()}
