@@ -6,7 +6,7 @@ its variance is, up to covariances between channels, scale² * Delta with
     Delta = Vq·Km² + Qm²·Vk + Vq·Vk = Vq·E[K²] + Qm²·Vk        (Eq. 14 of the paper; m means, V variances per channel)
 
 The log of the mean of e^x is E[x] + Var[x] / 2 + ..., hence `beta = 1/2`; the paper takes 1, and so does the preset
-`default` with `residual_scores` up to 75 % skipped, as measured. Softmax ignores a constant
+`default` with `residual_scores` up to 60 % skipped, as measured. Softmax ignores a constant
 added to all keys, the term Vq·Km² does not: `center_keys` takes the mean key out of it.
 
 Where a skipped block is stood in for by its means (compensation), what is lost is not its mass but how far its weights
