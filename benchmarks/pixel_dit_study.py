@@ -12,9 +12,10 @@ no variant begins shortly before that; one in training pauses and goes on in the
 left; 1: a variant failed. `--shard 0/2` takes every second variant: one process for each GPU, with
 CUDA_VISIBLE_DEVICES. At 128 pixels every variant begins with its weights of 64 ("llsa 1 level" with those of "llsa",
 which has one level there), when WORK holds them: `began_at_64` in the report. `measure` needs no GPU, but the feature
-network (`diffsieve weights effnet` and the extra eval). `report` writes `pixel_dit_study.json` and charts of the
-losses; it can run elsewhere, so it is told on what `run` did. `--layers`, `--images`, `--samples` and `--steps` set the
-size of the study; keep them equal in all calls.
+network (`diffsieve weights effnet` and the extra eval). `report` writes `pixel_dit_study.json`, where rows of earlier
+calls stay unless WORK holds no less of them, and charts of the distances; it can run elsewhere, so it is told on what
+`run` did. `--layers`, `--images`, `--samples` and `--steps` set the size of the study; keep them equal in all calls.
+`--seed` above 0 repeats variants with other weights, pictures and noise: `other_seeds` of their rows in the report.
 
 The distance compares samples with the whole training set at that size, whose moments are exact: it is the population.
 `floor` is that of as many pictures drawn from the set itself.
@@ -57,7 +58,7 @@ BLOCK, TOPK = 16, 8
 BATCH = {64: 64, 128: 16}
 IMAGES = {64: 96_000, 128: 24_000}
 SAMPLED_TOGETHER = {64: 200, 128: 50}  # divide 5,000: one compiled graph for all
-LOSSES = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # ticks of the charts
+SEED = "-seed-"  # in the names of folders
 PAUSED = 3
 WITHOUT_WEIGHTS = "llsa without weights"
 
@@ -97,6 +98,7 @@ def settings_of(name: str, arguments: argparse.Namespace) -> PixelTrainConfig:
     images, batch = arguments.images or IMAGES[side], BATCH[side]
     return PixelTrainConfig.from_dict(
         {
+            "seed": arguments.seed,
             "model": variants(side)[name] | {"layers": arguments.layers},
             "dit": {
                 "steps": images // batch,
@@ -190,12 +192,12 @@ def check_without_weights(device: str = "cuda", length: int = 1000) -> float:
 
 def train_one(name: str, arguments: argparse.Namespace) -> int:
     """Train a variant in this process; the exit code says whether it paused."""
-    out = folder_of(arguments.work, arguments.side, name)
+    out = folder_of(arguments, arguments.side, name)
     if (out / "model" / "model_index.json").is_file():
         return 0
     start, small = None, min(BATCH)
     if arguments.side > small:
-        start = folder_of(arguments.work, small, name if name in variants(small) else "llsa")
+        start = folder_of(arguments, small, name if name in variants(small) else "llsa")
         if not (start / "model").is_dir():
             print(f"{name}: no weights of {small} x {small}, begins with new ones", flush=True)
             start = None
@@ -223,7 +225,7 @@ def train_one(name: str, arguments: argparse.Namespace) -> int:
 
 def sample_one(name: str, arguments: argparse.Namespace) -> int:
     """Draw the samples of a trained variant: `samples.npz` and a contact sheet."""
-    out = folder_of(arguments.work, arguments.side, name)
+    out = folder_of(arguments, arguments.side, name)
     if (out / "samples.json").is_file():
         return 0
     if not (out / "model").is_dir():
@@ -237,14 +239,15 @@ def sample_one(name: str, arguments: argparse.Namespace) -> int:
         transformer.compile_repeated_blocks(dynamic=False)
     pipe = build_pipeline(transformer, classes, config.sampling)
     wide = replace(config.sampling, batch_size=arguments.batch or SAMPLED_TOGETHER[arguments.side])
-    started = time.monotonic()
     with fast_attention(device):
+        generate(pipe, wide, count=min(wide.batch_size, arguments.samples))  # compiles
+        started = time.monotonic()
         pictures, labels = generate(pipe, wide, count=arguments.samples)
     seconds = time.monotonic() - started
     write_atomically(out / "samples.npz", lambda path: _save_samples(path, pictures))
     contact_sheet(pictures[:81], labels[:81], classes).save(out / "samples.png")
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    figures = {"samples": len(pictures), "steps": wide.steps, "seconds": seconds, "memory_gib": memory}
+    figures = {"samples": len(pictures), "steps": wide.steps, "warm_seconds": seconds, "memory_gib": memory}
     write_json(out / "samples.json", figures)
     print(f"{name}: {len(pictures)} samples in {seconds:.0f} s, {memory:.1f} GiB", flush=True)
     return 0
@@ -293,7 +296,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     population = None
     for name in chosen(arguments):
-        out = folder_of(arguments.work, arguments.side, name)
+        out = folder_of(arguments, arguments.side, name)
         if not (out / "samples.npz").is_file() or (out / "distance.json").is_file():
             continue
         if population is None:
@@ -314,67 +317,114 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Collect every figure in one file, and draw the losses."""
+    """Collect every figure in one file, and draw distances over rates.
+
+    Raises:
+        SystemExit: not told on what was trained, or other than what the file of earlier calls says.
+    """
     told = {name: getattr(arguments, name) for name in ("gpu", "python", "torch", "triton")}
     if missing := [f"--{name}" for name, value in told.items() if value is None]:
         raise SystemExit(f"report must be told on what the variants were trained: give {', '.join(missing)}")
-    sizes = {}
+    trained_on = {"gpu": told.pop("gpu"), "versions": told}
+    target = arguments.out / "pixel_dit_study.json"
+    earlier = json.loads(target.read_text()) if target.is_file() else {"sides": {}} | trained_on
+    if different := [key for key, value in trained_on.items() if earlier[key] != value]:
+        raise SystemExit(
+            f"all rows of {target} must be trained on the same: its {different[0]} is {earlier[different[0]]}, "
+            f"got {trained_on[different[0]]}"
+        )
+    sides = {str(side): dict(earlier["sides"].get(str(side), {})) for side in BATCH}
     for side in BATCH:
-        rows, lines = {}, []
-        for name, settings in variants(side).items():
-            out = folder_of(arguments.work, side, name)
-            if not (out / "dit" / "log.jsonl").is_file():
-                continue
-            log = [json.loads(line) for line in (out / "dit" / "log.jsonl").read_text().splitlines()]
-            steady = sorted(line["samples_per_second"] for line in log[len(log) // 4 :])
-            rate = steady[len(steady) // 2]
-            batch = BATCH[side]
-            recorded = json.loads((out / "settings.json").read_text())
-            row: dict[str, Any] = {
-                "model": recorded["model"],
-                "keys_per_query": keys_per_query(side, settings),
-                "began_at_64": (out / "start.json").is_file(),
-                "images": log[-1]["step"] * batch * log[-1]["processes"],
-                "steps": log[-1]["step"],
-                "seed": recorded["seed"],
-                "finished": log[-1]["progress"] >= 1,
-                "train_images_per_s": rate,
-                "train_tokens_per_s": rate * side**2,
-                "train_memory_gib": max(line["memory_gib"] for line in log),
-                "loss_last_tenth": _mean([line["losses"]["loss"] for line in log[-max(1, len(log) // 10) :]]),
-            }
-            for file in ("samples", "distance"):
-                if (out / f"{file}.json").is_file():
-                    row[file] = json.loads((out / f"{file}.json").read_text())
-            rows[name] = row
-            lines.append(Line(name, _curve(log, batch)))
-        sizes[str(side)] = rows
+        rows = sides[str(side)]
+        for name in variants(side):
+            for seed in sorted({0, *_seeds(arguments.work / str(side))}):
+                row = _row(side, name, folder_of(replace_seed(arguments, seed), side, name))
+                if row is None:
+                    continue
+                if seed > 0 and name not in rows:
+                    raise SystemExit(f"a row of seed 0 must be there before that of seed {seed}: {side} {name}")
+                others = rows.get(name, {}).pop("other_seeds", {})
+                if seed > 0:
+                    others[str(seed)] = row
+                elif not rows.get(name, {}).keys() - row.keys():
+                    rows[name] = row
+                if others:
+                    rows[name]["other_seeds"] = others
+        sides[str(side)] = {name: rows[name] for name in variants(side) if name in rows}
+    for side, rows in sides.items():
+        lines = [
+            Line(name, [(row["train_images_per_s"], x) for x in found])
+            for name, row in rows.items()
+            if (
+                found := [
+                    x["distance"]["value"] for x in (row, *row.get("other_seeds", {}).values()) if "distance" in x
+                ]
+            )
+        ]
         if lines:
-            axes = Axis("thousand pictures", log=False), Axis("mean loss of a tenth", ticks=LOSSES)
-            chart = line_plot(f"Loss of training at {side} x {side}", arguments.gpu, lines, *axes)
-            target = (arguments.charts or arguments.out) / f"pixel-dit-study-{side}.png"
-            write_atomically(target, lambda path, chart=chart: chart.save(path, format="PNG", optimize=True))
+            axes = (
+                Axis("pictures a second in training"),
+                Axis("Fréchet distance of samples, one mark a seed", log=False),
+            )
+            chart = line_plot(
+                f"Samples of {side} x {side} after the same budget of pictures", arguments.gpu, lines, *axes
+            )
+            picture = (arguments.charts or arguments.out) / f"pixel-dit-study-{side}.png"
+            write_atomically(picture, lambda path, chart=chart: chart.save(path, format="PNG", optimize=True))
     values = {
-        "commands": _commands(sizes),
-        "gpu": told.pop("gpu"),
-        "versions": told,
+        "commands": _commands(sides),
+        **trained_on,
         "variants": {str(side): list(variants(side)) for side in BATCH},
-        "sides": sizes,
+        "sides": sides,
     }
-    write_json(arguments.out / "pixel_dit_study.json", values)
+    write_json(target, values)
 
 
-def _commands(sizes: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+def _row(side: int, name: str, out: Path) -> dict[str, Any] | None:
+    """The figures of a run; None where there is none."""
+    if not (out / "dit" / "log.jsonl").is_file():
+        return None
+    log = [json.loads(line) for line in (out / "dit" / "log.jsonl").read_text().splitlines()]
+    steady = sorted(line["samples_per_second"] for line in log[len(log) // 4 :])
+    rate = steady[len(steady) // 2]
+    recorded = json.loads((out / "settings.json").read_text())
+    row: dict[str, Any] = {
+        "model": recorded["model"],
+        "keys_per_query": keys_per_query(side, variants(side)[name]),
+        "began_at_64": (out / "start.json").is_file(),
+        "images": log[-1]["step"] * BATCH[side] * log[-1]["processes"],
+        "steps": log[-1]["step"],
+        "seed": recorded["seed"],
+        "finished": log[-1]["progress"] >= 1,
+        "train_images_per_s": rate,
+        "train_tokens_per_s": rate * side**2,
+        "train_memory_gib": max(line["memory_gib"] for line in log),
+        "loss_last_tenth": _mean([line["losses"]["loss"] for line in log[-max(1, len(log) // 10) :]]),
+    }
+    for file in ("samples", "distance"):
+        if (out / f"{file}.json").is_file():
+            row[file] = json.loads((out / f"{file}.json").read_text())
+    return row
+
+
+def _commands(sides: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     """What makes the figures anew, with the sizes that the runs recorded."""
     found = []
-    for side, rows in sizes.items():
-        for row in [row for row in rows.values() if row["finished"] and "samples" in row][:1]:
-            sizes_of_it = (
+    for side, rows in sides.items():
+        whole = {name: row for name, row in rows.items() if row["finished"] and "samples" in row}
+        for row in list(whole.values())[:1]:
+            seeds: dict[str, list[str]] = {}  # variants by seed
+            for name, repeated in whole.items():
+                for seed in repeated.get("other_seeds", {}):
+                    seeds.setdefault(seed, []).append(name)
+            which = ["", *(f' --seed {seed} --variants "{",".join(names)}"' for seed, names in sorted(seeds.items()))]
+            size = (
                 f"--side {side} --layers {row['model']['layers']} --images {row['images']} "
                 f"--steps {row['samples']['steps']} --samples {row['samples']['samples']}"
             )
             found += [
-                f"python benchmarks/pixel_dit_study.py {command} --work outputs/pixel-dit-study {sizes_of_it}"
+                f"python benchmarks/pixel_dit_study.py {command} --work outputs/pixel-dit-study {size}{variants_of_it}"
+                for variants_of_it in which
                 for command in ("run", "measure")
             ]
     return found
@@ -384,16 +434,18 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _curve(log: list[dict[str, Any]], batch: int) -> list[tuple[float, float]]:
-    """Ten points, each the mean loss of a tenth of the log: single steps differ by their pictures and noise."""
-    size = max(1, len(log) // 10)
-    parts = [log[i : i + size] for i in range(0, len(log), size)]
-    return [(part[-1]["step"] * batch / 1000, _mean([line["losses"]["loss"] for line in part])) for part in parts]
-
-
-def folder_of(work: Path, side: int, name: str) -> Path:
+def folder_of(arguments: argparse.Namespace, side: int, name: str) -> Path:
     slug = "".join(letter if letter.isalnum() else "-" for letter in name).replace("--", "-")
-    return work / str(side) / slug
+    return arguments.work / str(side) / (slug if arguments.seed == 0 else f"{slug}{SEED}{arguments.seed}")
+
+
+def replace_seed(arguments: argparse.Namespace, seed: int) -> argparse.Namespace:
+    return argparse.Namespace(**vars(arguments) | {"seed": seed})
+
+
+def _seeds(folder: Path) -> list[int]:
+    """The seeds that runs in the folder of a size were made with, but for 0."""
+    return [int(path.name.rpartition(SEED)[2]) for path in folder.glob(f"*{SEED}*")]
 
 
 def chosen(arguments: argparse.Namespace) -> list[str]:
@@ -448,6 +500,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, help="budget of training pictures")
     parser.add_argument("--samples", type=int, default=5000)
     parser.add_argument("--steps", type=int, default=20, help="of sampling")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, help="pictures sampled together")
     parser.add_argument("--shard", default="0/1")
