@@ -1,6 +1,6 @@
 """Throughput and memory of the pixel DiT on a CUDA GPU: training and sampling step, LLSA against full attention.
 
-    PYTHONPATH=. python benchmarks/pixel_dit_speed.py --out benchmarks/results/h200 [--side 256] [--enough 1]
+    PYTHONPATH=. python benchmarks/pixel_dit_speed.py --out benchmarks/results/h200 [--side 256] [--enough 0.5]
 
 DiT-S (12 layers, 6 heads of 64), bf16, random pictures, blocks compiled. A training step is noise, forward, backward,
 clipping and AdamW under autocast; a sampling step is one forward without gradient. Full attention runs once with
@@ -41,6 +41,7 @@ METHODS = {
 }
 # (side, pictures in a training step, in a sampling step)
 SIZES = [(128, 16, 32), (256, 4, 8), (512, 1, 2)]
+LEVELS = {128: 2, 256: 2, 512: 3}  # of LLSA
 
 
 def transformer(method: str, side: int) -> PixelDiTTransformer2DModel:
@@ -54,6 +55,7 @@ def transformer(method: str, side: int) -> PixelDiTTransformer2DModel:
         mlp_ratio=shape["mlp_ratio"],
         num_classes=9,
         attention_method="llsa" if method == "llsa" else "full",
+        levels=LEVELS[side],
     ).to("cuda")
     model.compile_repeated_blocks(dynamic=False)
     return model
@@ -191,6 +193,8 @@ def run_row(method: str, what: str, side: int, batch: int, enough: float) -> dic
             figures: dict[str, Any] = timed(step, enough)
     except torch.OutOfMemoryError:
         return {"error": "out of memory"}
+    if method == "llsa":
+        figures["levels"] = LEVELS[side]
     figures["images_per_s"] = batch / figures["seconds"]
     figures["tokens_per_s"] = figures["images_per_s"] * side**2
     return figures

@@ -65,18 +65,18 @@ WITHOUT_WEIGHTS = "llsa without weights"
 
 def variants(side: int) -> dict[str, dict[str, Any]]:
     """Settings of the model for each variant at a picture size; the form of reference is "llsa"."""
-    levels = 2 if side >= 128 else 1  # what "auto" takes
+    levels = 2 if side >= 128 else 1
     pooled = math.ceil(side**2 / BLOCK**levels)
     equal = math.ceil((levels * TOPK * BLOCK + pooled) / BLOCK)
     return {
         "full": {"attention_method": "full"},
-        "llsa": {},
-        "llsa disjoint": {"disjoint": True},
-        WITHOUT_WEIGHTS: {},  # see `drop_weights`
-        "llsa without enrichment": {"enrich": False},
+        "llsa": {"levels": levels},
+        "llsa disjoint": {"levels": levels, "disjoint": True},
+        WITHOUT_WEIGHTS: {"levels": levels},  # see `drop_weights`
+        "llsa without enrichment": {"levels": levels, "enrich": False},
         "top-k equal keys": {"attention_method": "topk", "topk": equal},
-        "llsa Morton": {"token_order": "morton"},
-        "llsa raster": {"token_order": "raster"},
+        "llsa Morton": {"levels": levels, "token_order": "morton"},
+        "llsa raster": {"levels": levels, "token_order": "raster"},
         f"llsa {3 - levels} level{'s' if levels == 1 else ''}": {"levels": 3 - levels},
     }
 
@@ -89,7 +89,7 @@ def keys_per_query(side: int, settings: dict[str, Any]) -> int:
     topk = settings.get("topk", TOPK)
     if method == "topk" or not settings.get("enrich", True):
         return min(tokens, topk * BLOCK)
-    levels = settings.get("levels", 2 if side >= 128 else 1)
+    levels = settings["levels"]
     return levels * topk * BLOCK + math.ceil(tokens / BLOCK**levels)
 
 
@@ -363,8 +363,8 @@ def report(arguments: argparse.Namespace) -> None:
         ]
         if lines:
             axes = (
-                Axis("pictures a second in training"),
-                Axis("Fréchet distance of samples, one mark a seed", log=False),
+                Axis("pictures a second in training", log=False),
+                Axis("Frechet distance of the samples, a mark a seed", log=False),
             )
             chart = line_plot(
                 f"Samples of {side} x {side} after the same budget of pictures", arguments.gpu, lines, *axes

@@ -473,7 +473,10 @@ def mini_wan_table() -> str:
 
 
 def pixel_dit_study_table() -> str:
-    """The variants of pixel DiT's attention that were trained on an H200, as a Markdown table; "-" is not measured."""
+    """The variants of pixel DiT's attention that were trained on an H200, as a Markdown table; "-" is not measured.
+
+    A second distance is that of another seed.
+    """
     report = _result("h200/pixel_dit_study.json")
     heads = ("distance", "to full", "loss", "keys", "training: pictures/s", "pixels/s, millions", "peak memory, GiB")
     lines = [f"| side | attention | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
@@ -486,8 +489,9 @@ def pixel_dit_study_table() -> str:
                 lines.append(f"| {side} | {name} |{' - |' * len(heads)}")
                 continue
             value = row["distance"]["value"] if "distance" in row else None
+            repeated = [x["distance"]["value"] for x in row.get("other_seeds", {}).values() if "distance" in x]
             cells = [
-                "-" if value is None else f"{value:.1f}",
+                "-" if value is None else ", ".join(f"{x:.1f}" for x in (value, *repeated)),
                 "-" if value is None else f"{value / of_full - 1:+.1%}",
                 f"{row['loss_last_tenth']:.4f}",
                 f"{row['keys_per_query']:,}",
@@ -499,6 +503,35 @@ def pixel_dit_study_table() -> str:
     versions = report["versions"]
     text = f"One {report['gpu']}, torch {versions['torch']}, Triton {versions['triton']}, Python {versions['python']}:"
     return "\n".join([text, "", *lines, "", "```", *report["commands"], "```"])
+
+
+def pixel_dit_speed_table() -> str:
+    """Training and sampling steps of a pixel DiT-S on an H200, as a Markdown table."""
+    report = _result("h200/pixel_dit_speed.json")
+    found = {(row["side"], row["method"], row["step"]): row for row in report["rows"]}
+    methods = {"LLSA": "llsa", "full, cuDNN": "full, cuDNN", "full, FlashAttention-2": "full, FlashAttention-2"}
+    heads = ("training: pictures/s", "LLSA is", "pixels/s, thousands", "peak, GiB")
+    heads += ("sampling: pictures/s", "LLSA is", "peak, GiB")
+    lines = [f"| side | attention | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
+    for side in sorted({side for side, _, _ in found}):
+        for label, method in methods.items():
+            train, sample = (found[side, method, step] for step in ("train", "sample"))
+            ours = [found[side, "llsa", row["step"]]["images_per_s"] / row["images_per_s"] for row in (train, sample)]
+            name = f"{label}, {train['levels']} levels" if method == "llsa" else label
+            faster = ["" if method == "llsa" else f"{x:.3g}x" for x in ours]
+            cells = [
+                f"{train['images_per_s']:.3g}",
+                faster[0],
+                f"{train['tokens_per_s'] / 1e3:,.0f}",
+                f"{train['memory_gib']:.1f}",
+                f"{sample['images_per_s']:.3g}",
+                faster[1],
+                f"{sample['memory_gib']:.2f}",
+            ]
+            lines.append(f"| {side} | {name} | {' | '.join(cells)} |")
+    versions = report["versions"]
+    text = f"One {report['gpu']}, bf16, blocks compiled, torch {versions['torch']}, Triton {versions['triton']}:"
+    return "\n".join([text, "", *lines])
 
 
 # The paper's Table 5: steps, dense ones among them, and forwards a step.
@@ -555,6 +588,7 @@ def tables() -> dict[str, str]:
         "mini-wan-results": mini_wan_table(),
         "reproduction": reproduction_table(),
         "pixel-dit-study": pixel_dit_study_table(),
+        "pixel-dit-speed": pixel_dit_speed_table(),
     }
 
 

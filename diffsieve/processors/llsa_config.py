@@ -18,7 +18,7 @@ class LLSAConfig:
             Default 16.
         topk: Tokens kept per level by each pooled query, >= 1, or one number per level from fine to coarse. More is
             closer to dense attention and slower. Default 8.
-        levels: Pooled levels, in [1, 4]. More levels are faster on long sequences and a little coarser. "auto": 1 below
+        levels: Pooled levels, in [1, 4]. More levels are faster on long sequences and a little coarser. "auto": 1 up to
             16,384 tokens, 2 below 262,144, else 3; "paper": floor(log_block tokens) - 1.
         enrich: Attend to pooled tokens too. Without them far context is lost; faster.
         disjoint: Leave out pooled tokens whose children are attended. Not the published form. Closer to dense attention

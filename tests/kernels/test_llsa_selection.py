@@ -21,8 +21,8 @@ BACKENDS = ["reference", "torch"]
     ("levels", "length", "block", "expected"),
     [
         ("auto", 5, 16, 1),
-        ("auto", 16_383, 16, 1),
-        ("auto", 16_384, 16, 2),
+        ("auto", 16_384, 16, 1),
+        ("auto", 16_385, 16, 2),
         ("auto", 262_143, 16, 2),
         ("auto", 262_144, 16, 3),
         ("paper", 4_096, 16, 2),

@@ -185,8 +185,8 @@ def test_summary():
 @pytest.mark.parametrize(
     ("tokens", "options", "expected"),
     [
-        (16_384, {"levels": 1}, 1_152),
-        (16_384, {}, 320),
+        (16_384, {"levels": 2}, 320),
+        (16_384, {}, 1_152),
         (65_536, {}, 512),
         (65_536, {"levels": 3}, 400),
         (262_144, {}, 448),

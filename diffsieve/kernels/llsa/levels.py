@@ -15,8 +15,9 @@ from ...errors import UserInputError
 
 MAX_LEVELS = 4
 
-# From these lengths on, `levels="auto"` takes two and three levels: below, one level keeps more and costs little.
-_AUTO_TWO, _AUTO_THREE = 16_384, 262_144
+# From these lengths on, `levels="auto"` takes two and three levels. Two are the faster at 16,384 tokens already, but a
+# pixel DiT trained there with one drew closer to its data (benchmarks/results/h200/pixel_dit_study.json).
+_AUTO_TWO, _AUTO_THREE = 16_385, 262_144
 
 
 def level_lengths(length: int, block_size: int, levels: int) -> list[int]:
@@ -46,7 +47,7 @@ def resolve_levels(levels: int | str, length: int, block_size: int) -> int:
     """Return M for a length.
 
     Args:
-        levels: an int in [1, 4], "auto" (1 below 16,384 tokens, 2 below 262,144, else 3) or "paper"
+        levels: an int in [1, 4], "auto" (1 up to 16,384 tokens, 2 below 262,144, else 3) or "paper"
             (floor(log_S L) - 1, at least 1: arXiv 2512.16615). The two names never ask for more than fits.
         length: L.
         block_size: S.

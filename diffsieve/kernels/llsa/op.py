@@ -51,7 +51,7 @@ def llsa_attention(
         block_size: S, tokens pooled into one of the next level, >= 2. Smaller blocks choose better, larger run faster.
         topk: tokens kept per level by each pooled query, >= 1, or one int per level from fine to coarse. More than
             there are candidates means all of them.
-        levels: M: pooled levels, in [1, 4]; "auto" (1 below 16,384 tokens, 2 below 262,144, else 3) or "paper"
+        levels: M: pooled levels, in [1, 4]; "auto" (1 up to 16,384 tokens, 2 below 262,144, else 3) or "paper"
             (`floor(log_S L) - 1`).
         enrich: attend to the pooled tokens too. Without, far context is lost.
         disjoint: leave out pooled tokens whose children are attended. Not the published form: there a kept region is

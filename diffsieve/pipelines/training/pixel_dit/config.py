@@ -1,4 +1,5 @@
-"""Settings of a pixel DiT training run; the defaults are those of the embedded model mini-pixel-dit."""
+"""Settings of a pixel DiT training run; the defaults are those of the embedded model mini-pixel-dit, but for its two
+levels at 128 x 128."""
 
 from __future__ import annotations
 
