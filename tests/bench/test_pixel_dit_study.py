@@ -58,7 +58,13 @@ def call(study, data, tmp_path, monkeypatch):
 def test_nine_variants_differ_from_the_reference_in_one_thing(study, side):
     variants = study.variants(side)
     assert len(variants) == 9
-    assert variants["llsa"] == {}
+    reference = variants["llsa"]
+    assert reference == {"levels": {64: 1, 128: 2}[side]}
+    for name in ("llsa disjoint", "llsa without enrichment", "llsa Morton", "llsa raster"):
+        (changed,) = variants[name].items() - reference.items()
+        assert changed[0] in ("disjoint", "enrich", "token_order")
+    (other,) = [settings for name, settings in variants.items() if name.endswith(("1 level", "2 levels"))]
+    assert other == {"levels": {64: 2, 128: 1}[side]}
     keys = {name: study.keys_per_query(side, settings) for name, settings in variants.items()}
     assert keys["full"] == side**2
     assert keys["llsa"] == keys["llsa Morton"] == {64: 128 + 256, 128: 2 * 128 + 64}[side]
@@ -104,6 +110,48 @@ def test_a_report_does_not_take_this_machine_for_that_of_the_runs(call, tmp_path
         "report must be told on what the variants were trained: give --torch, --triton"
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_other_seeds_and_rows_of_earlier_calls_are_kept(call, tmp_path):
+    out = tmp_path / "out"
+
+    def rows(*words):
+        assert call("report", "--out", str(out), *TRAINED_ON, *words) == 0
+        return json.loads((out / "pixel_dit_study.json").read_text())["sides"]["16"]
+
+    assert call("run", "--variants", "full") == 0
+    first = rows()["full"]
+    assert call("run", "--variants", "full,llsa", "--seed", "1") == 0
+    assert call("report", "--out", str(tmp_path / "other"), *TRAINED_ON) == (
+        "a row of seed 0 must be there before that of seed 1: 16 llsa"
+    )
+    assert not (tmp_path / "other").exists()
+    assert call("train", "--variants", "llsa") == 0
+    both = rows()
+    assert both["full"].pop("other_seeds")["1"]["seed"] == 1
+    assert both["full"] == first
+    assert "samples" in both["llsa"]["other_seeds"]["1"]
+    assert "samples" not in both["llsa"]
+    commands = json.loads((out / "pixel_dit_study.json").read_text())["commands"]
+    repeated = [command for command in commands if "--seed" in command]
+    assert len(repeated) == 2
+    assert all(command.endswith('--seed 1 --variants "full"') for command in repeated)
+
+    (tmp_path / "work").rename(tmp_path / "gone")
+    assert call("train", "--variants", "full") == 0
+    kept = rows()
+    assert kept["llsa"] == both["llsa"], "there is no run of it any more"
+    assert kept["full"].pop("other_seeds")["1"]["seed"] == 1
+    assert kept["full"] == first, "a run without samples takes no place of one with samples"
+
+
+def test_rows_of_another_gpu_are_not_mixed(call, tmp_path):
+    assert call("train", "--variants", "llsa") == 0
+    assert call("report", "--out", str(tmp_path), *TRAINED_ON) == 0
+    before = (tmp_path / "pixel_dit_study.json").read_bytes()
+    ended = call("report", "--out", str(tmp_path), "--gpu", "another GPU", *TRAINED_ON[2:])
+    assert str(ended).endswith("must be trained on the same: its gpu is a GPU, got another GPU")
+    assert (tmp_path / "pixel_dit_study.json").read_bytes() == before
 
 
 def test_a_large_size_begins_with_the_weights_of_the_small_one(call, tmp_path):
