@@ -53,6 +53,10 @@ def test_the_folder_is_small_and_readable_and_holds_no_pickle():
     assert {tensor.dtype for tensor in load_file(FOLDER / WEIGHTS).values()} == {torch.bfloat16}
 
 
+def test_it_keeps_the_two_levels_that_it_was_trained_with(pipe):
+    assert {block.attn.options["levels"] for block in pipe.transformer.blocks} == {2}
+
+
 def test_the_card_is_made_from_the_figures_and_names_source_and_licence():
     training = json.loads((FOLDER / "training.json").read_text())
     card = (FOLDER / "README.md").read_text()
