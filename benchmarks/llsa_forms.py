@@ -77,7 +77,7 @@ def main() -> None:
     model = load_pipeline("mini-pixel-dit").transformer.float().eval()
     images = load_images(arguments.data, SIDE)
     chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for seed, share in enumerate((0.3, 0.6, 0.9)):
         number = int(chosen[seed])
         pixels = images.pixels[number].float() / 127.5 - 1
