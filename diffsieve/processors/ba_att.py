@@ -91,6 +91,11 @@ class BAAttProcessor:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r})"
 
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether the heads of this layer may keep different numbers of blocks."""
+        return self._budgets is not None and self._custom is None
+
     # diffusers writes these two on whatever processor it finds. Dense calls go to the original, so it must have them.
     @property
     def _attention_backend(self) -> Any:
@@ -249,7 +254,7 @@ class BAAttProcessor:
             errors = calibrate_orders(*tensors, **how)
             self._order_errors.add_(F.pad(errors, (0, 1), value=1.0).to(self._order_errors.device))
             orders = choose_orders(errors)
-        if config.calibrates_budgets and self._budgets is not None and self._custom is None:
+        if config.calibrates_budgets and self.shares_blocks:
             errors = calibrate_budgets(*tensors, orders=orders, **how)
             self._budget_errors.add_(F.pad(errors, (0, 1), value=1.0).to(self._budget_errors.device))
 

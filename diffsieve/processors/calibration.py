@@ -83,7 +83,7 @@ def read_orders(source: str | PathLike[str] | Mapping[str, Any], transformer: st
 
 
 def read_levels(source: str | PathLike[str] | Mapping[str, Any], transformer: str) -> Mapping[str, Any] | None:
-    """Return the raw table (layer -> levels of its heads) of one transformer, `None` where there is none.
+    """Return the raw table (layer -> levels of its heads) of one transformer, `None` where it has equal budgets.
 
     Args:
         source: as in `read_orders`; a dict holds no levels.
@@ -94,17 +94,20 @@ def read_levels(source: str | PathLike[str] | Mapping[str, Any], transformer: st
     table = _read_content(fspath(source)).get("budgets")
     if table is None:
         return None
-    if not isinstance(table, Mapping) or not isinstance(table.get(transformer), Mapping):
-        raise UserInputError(f"orders: the budgets in {fspath(source)} must have a table for {transformer}")
-    found: Mapping[str, Any] = table[transformer]
+    if not isinstance(table, Mapping) or not all(isinstance(value, Mapping) for value in table.values()):
+        raise UserInputError(
+            f"orders: the budgets in {fspath(source)} must hold a table for each transformer, got {table!r}"
+        )
+    found: Mapping[str, Any] | None = table.get(transformer)
     return found
 
 
 def check_levels(table: Mapping[str, Any], layers: Mapping[str, int], optional: set[str]) -> LayerLevels:
     """Validate a raw table of levels against a model; arguments and errors as `check_orders`."""
+    table = _by_name(table)
     unknown = [name for name in table if name not in layers]
     if unknown:
-        raise UserInputError(f"budgets has a layer {unknown[0]!r} that the model does not have")
+        raise UserInputError(f"budgets has a layer {unknown[0]!r}, which must be among {', '.join(layers)}")
     for name, levels in table.items():
         heads = layers[name]
         whole = isinstance(levels, list) and all(type(level) is int and level in LEVELS for level in levels)
@@ -130,7 +133,7 @@ def check_orders(table: Mapping[str, Any], layers: Mapping[str, int], optional: 
     Raises:
         UserInputError: unknown or missing layer, wrong number of heads, unknown order.
     """
-    named = {f"blocks.{key}" if str(key).isdigit() else str(key): orders for key, orders in table.items()}
+    named = _by_name(table)
     unknown = [name for name in named if name not in layers]
     if unknown:
         raise UserInputError(f"orders has a layer {unknown[0]!r} that the model does not have")
@@ -138,6 +141,10 @@ def check_orders(table: Mapping[str, Any], layers: Mapping[str, int], optional: 
     if missing:
         raise UserInputError(f"orders must have an entry for every sparse layer, got none for {missing[0]!r}")
     return {name: _check_heads(name, orders, layers[name]) for name, orders in named.items()}
+
+
+def _by_name(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"blocks.{key}" if str(key).isdigit() else str(key): value for key, value in table.items()}
 
 
 def write_orders(

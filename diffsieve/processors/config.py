@@ -77,7 +77,8 @@ class BAAttConfig:
         budgets: (preset) Key blocks that the heads of a layer keep: "equal" gives all the same number; "auto" shares
             the same total out by what each head loses with more and with fewer blocks, measured once a generation in
             the last dense step. With "auto" a file of `orders` brings its own, and means equal ones if it has none.
-            Equal too with `top_p`, a custom selection, one head, or nothing to skip. "auto", or "equal" in "paper".
+            Equal too with `top_p`, a custom selection, one head, a dict of `orders`, nothing to skip, a single block
+            kept or more than about five sixths of them. "auto", or "equal" in "paper".
         window: Tokens in one window of the "hilbert_window" candidate, a multiple of `block_size`. None: about 3 % of
             the sequence. Larger windows sort more strictly by norm and keep less locality.
         beta: (preset) Weight of the second-order term of the block score, >= 0. 0.5 is the expansion of the log-mass,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import UserInputError
-from ..kernels.ba_att import budgets_of_levels, kept_video_blocks
+from ..kernels.ba_att import budgets_of_levels, kept_video_blocks, measured_blocks
 from ..kernels.orders import inverse_order
 from .ba_att import COUNTERS, BAAttProcessor
 from .calibration import choose_all_budgets, choose_all_orders
@@ -218,7 +218,7 @@ class SparseController:
         """Raise when the first sparse step of the generation was not finite; later ones show in the summary."""
         if self._checked_sparse_step or not any(reason is None for reason in record.reasons):
             return
-        self._checked_sparse_step = True  # the second of two waits for the device in a generation
+        self._checked_sparse_step = True  # a wait for the device, like those of `_errors`
         broken = record.counters[:, COUNTERS.index("broken_calls")].nonzero()
         if len(broken):
             layer = self.layers[int(broken[0])].name
@@ -232,8 +232,18 @@ class SparseController:
 
     @property
     def calibrates_budgets(self) -> bool:
-        """Whether the heads of its layers share their blocks by a measurement in each generation."""
-        return self.config.calibrates_budgets and any(x.processor._budgets is not None for x in self.layers)
+        """Whether heads of its layers share their blocks by a measurement in each generation.
+
+        Not where all layers run dense, have one head or a selection of their own, nor where so many blocks are kept, or
+        so few, that there are no two numbers of blocks to measure at: no step has to run dense for that.
+        """
+        if not self.config.calibrates_budgets or not any(x.processor.shares_blocks for x in self._sparse_layers()):
+            return False
+        prepared = all(self.layers[0].processor._grid)
+        return not prepared or measured_blocks(*self._video_blocks()) is not None
+
+    def _sparse_layers(self) -> list[Layer]:
+        return [layer for layer in self.layers if not layer.always_dense]
 
     def _choose(self) -> None:
         """Choose orders and budgets from what the calibrating step measured."""

@@ -59,7 +59,7 @@ class SparsitySummary:
         orders_from: "calibration", "table", "setting" or "fallback".
         budgets: Key blocks that each block of queries keeps, head by head, by layer, for the sparse layers; empty where
             the heads of a layer are all to keep the same number, or nothing was chosen yet.
-        budgets_from: "calibration" or "table"; None if `budgets` is empty.
+        budgets_from: "calibration", "table", or "fallback" where no layer was measured; None if `budgets` is empty.
         attention_seconds: Time in the sparse kernel, None where not measured.
         selection_seconds: Time in ordering, statistics and selection, None where not measured.
         notes: Sentences about what a user should know.
@@ -146,7 +146,7 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary | LLSASumm
         orders=orders,
         orders_from=_orders_from(active, config.orders is not None, config.calibrates),
         budgets=budgets,
-        budgets_from=("calibration" if config.calibrates_budgets else "table") if budgets else None,
+        budgets_from=_budgets_from(active, config.calibrates_budgets) if budgets else None,
         attention_seconds=seconds.get("attention"),
         selection_seconds=seconds.get("selection"),
         notes=(*_notes(active, bool(rows) and not sparse_rows, reasons), *_broken(rows)),
@@ -163,9 +163,14 @@ def save_orders(pipeline_or_transformer: Any, path: str | PathLike[str]) -> None
     """
     controllers = _applied(pipeline_or_transformer)
     tables = {controller.name: orders_of(controller) for controller in controllers}
-    missing = [c.name for c in controllers if not tables[c.name] or (c.calibrates_budgets and c.levels is None)]
-    if missing:
-        raise UserInputError(f"{missing[0]} has no orders to save yet: run one generation past its warm-up first")
+    for controller in controllers:
+        missing = "orders" if not tables[controller.name] else None
+        if controller.calibrates_budgets and controller.levels is None:
+            missing = missing or 'budgets (`budgets="equal"` needs none)'
+        if missing:
+            raise UserInputError(
+                f"{controller.name} has no {missing} to save yet: run one generation past its warm-up first"
+            )
     levels = {c.name: {layer: c.levels[layer] for layer in tables[c.name]} for c in controllers if c.levels is not None}
     write_orders(path, tables, levels)
 
@@ -336,6 +341,12 @@ def _orders_from(controllers: list[SparseController], has_table: bool, calibrate
     return "calibration" if any(bool(layers.any()) for layers in measured) or not measured else "fallback"
 
 
+def _budgets_from(controllers: list[SparseController], calibrates: bool) -> str:
+    if not calibrates:
+        return "table"
+    return "calibration" if any(c.measured is not None and bool(c.measured.any()) for c in controllers) else "fallback"
+
+
 def _notes(controllers: list[SparseController], all_dense: bool, reasons: dict[str, int]) -> list[str]:
     notes = []
     too_long = [controller for controller in controllers if controller.warmup_too_long]
@@ -348,10 +359,12 @@ def _notes(controllers: list[SparseController], all_dense: bool, reasons: dict[s
         if controller.measured is None:
             continue
         measured = controller.measured.tolist()
+        config = controller.config
         sparse = [i for i, layer in enumerate(controller.layers) if not layer.always_dense]
+        if not config.calibrates:  # budgets alone were measured
+            sparse = [i for i in sparse if controller.layers[i].processor.shares_blocks]
         missed = [i for i in sparse if not measured[i]]
         if missed:
-            config = controller.config
             instead = [f"use the fixed order {FALLBACK_ORDER}"] if config.calibrates else []
             instead += ["keep equal numbers of blocks in all heads"] if config.calibrates_budgets else []
             notes.append(

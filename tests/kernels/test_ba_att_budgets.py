@@ -241,3 +241,16 @@ def test_bad_input(options, message, generator):
     tokens = torch.randn(1, 2, 450, 8, generator=generator)
     with pytest.raises(UserInputError, match=message):
         calibrate_budgets(tokens, tokens, tokens, **MAKE | {"orders": "hilbert"} | options)
+
+
+@pytest.mark.parametrize("kept", [0, 6])
+def test_blocks_kept_are_some_of_the_sequence(kept):
+    with pytest.raises(UserInputError, match=rf"kept must be in \[1, 5\], the blocks of the sequence, got {kept}"):
+        budgets_of_levels([0, 0], kept, 5)
+    with pytest.raises(UserInputError, match=rf"got {kept}"):
+        choose_budgets(torch.ones(2, 2), kept, 5)
+
+
+def test_errors_to_choose_by_come_in_pairs():
+    with pytest.raises(UserInputError, match=r"errors must have the shape \(\.\.\., H, 2\), got \(4, 5\)"):
+        choose_budgets(torch.ones(4, 5), 3, 10)

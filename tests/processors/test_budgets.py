@@ -164,9 +164,9 @@ def test_a_table_without_budgets_and_a_setting_without_them_mean_equal_ones(tmp_
         ({"blocks.1": "00", "blocks.2": [0, 0]}, r"budgets of blocks\.1 .* got '00'"),
         (
             {"blocks.1": [0, 0], "blocks.2": [0, 0], "blocks.9": [0, 0]},
-            r"a layer 'blocks\.9' that the model does",
+            r"a layer 'blocks\.9', which must be among blocks\.0, blocks\.1",
         ),
-        ([], "must have a table for transformer"),
+        ([], r"must hold a table for each transformer, got \[\]"),
     ],
 )
 def test_wrong_tables(tmp_path, budgets, message):
@@ -177,6 +177,34 @@ def test_wrong_tables(tmp_path, budgets, message):
     path.write_text(json.dumps(content))
     with pytest.raises(UserInputError, match=message):
         _applied(tiny.wan_pipeline(), orders=path)
+
+
+def test_layers_of_a_table_may_be_numbers(tmp_path):
+    content = {"format": "diffsieve-orders", "version": 2, "budgets": {"transformer": {"1": [1, -1], "2": [0, 0]}}}
+    content |= {"transformers": {"transformer": {"1": [0, 0], "2": [0, 0]}}}
+    path = tmp_path / "orders.json"
+    path.write_text(json.dumps(content))
+    pipe = _applied(tiny.wan_pipeline(), orders=path)
+    tiny.generate(pipe)
+    assert len(set(sparsity_summary(pipe).budgets["transformer.blocks.1"])) == 2
+
+
+def test_budgets_that_are_not_chosen_yet_are_named(tmp_path):
+    pipe = _applied(tiny.wan_pipeline(), order="hilbert")
+    with pytest.raises(UserInputError, match=r"transformer has no budgets .*equal.* to save yet: run one generation"):
+        save_orders(pipe, tmp_path / "orders.json")
+    equal = _applied(tiny.wan_pipeline(), order="hilbert", budgets="equal")
+    save_orders(equal, tmp_path / "orders.json")
+
+
+def test_a_transformer_without_a_table_of_budgets_has_equal_ones(tmp_path):
+    path = tmp_path / "orders.json"
+    content = {"format": "diffsieve-orders", "version": 2, "budgets": {"transformer_2": {"blocks.1": [1, -1]}}}
+    content |= {"transformers": {"transformer": {"blocks.1": [0, 0], "blocks.2": [0, 0]}}}
+    path.write_text(json.dumps(content))
+    pipe = _applied(tiny.wan_pipeline(), orders=path)
+    tiny.generate(pipe)
+    assert (sparsity_summary(pipe).orders_from, sparsity_summary(pipe).budgets) == ("table", {})
 
 
 @pytest.mark.parametrize(
@@ -195,17 +223,20 @@ def test_one_head_keeps_its_blocks():
     assert sparsity_summary(pipe).budgets == {}
 
 
-def test_a_custom_selection_keeps_its_own():
+@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
+def test_a_custom_selection_keeps_its_own_and_no_step_is_dense_for_budgets(two):
     def select(query, key, *, kept, block_size, scale):
         rows = *query.shape[:2], -(-query.shape[2] // block_size), -(-key.shape[2] // block_size)
         return select_blocks(torch.zeros(rows), kept), None
 
     results = []
     for budgets in ("auto", "equal"):
-        pipe = _applied(tiny.wan_pipeline(), order="raster", budgets=budgets)
+        pipe = _applied(tiny.wan_pipeline(two=two), order="raster", budgets=budgets)
         use_custom_selection(pipe, lambda layer: CustomSelection(select=select))
-        results.append(tiny.generate(pipe))
-        assert sparsity_summary(pipe).budgets == {}
+        results.append(tiny.generate(pipe, steps=8))
+        summary = sparsity_summary(pipe)
+        assert (summary.budgets, summary.budgets_from, summary.notes) == ({}, None, ())
+        assert summary.steps_dense == 2
     assert torch.equal(*results)
 
 
@@ -220,6 +251,7 @@ def test_layers_that_no_step_measured_keep_equal_ones_and_the_summary_says_so():
         tiny.generate(pipe)
         summary = sparsity_summary(pipe)
         assert set(summary.budgets.values()) == {(KEPT, KEPT)}
+        assert summary.budgets_from == "fallback"
         assert f"{told} numbers of blocks in all heads" in summary.notes[0]
 
 

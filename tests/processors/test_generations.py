@@ -175,6 +175,14 @@ def test_two_transformers_with_a_fixed_order_need_no_second_dense_step():
     assert _dense(pipe) == ([0, 1], 8)
 
 
+@pytest.mark.parametrize("density", [0.5, 0.05, 0.95, 1.0])
+def test_a_second_dense_step_is_for_what_it_can_measure(density):
+    pipe = _sparse(tiny.wan_pipeline(two=True), order="hilbert", density=density)
+    tiny.generate(pipe, steps=8)
+    assert _dense(pipe) == ([0, 1, 3] if density == 0.5 else [0, 1], 8)
+    assert (sparsity_summary(pipe).budgets == {}) == (density != 0.5)
+
+
 def test_warmup_into_the_second_transformer():
     pipe = _sparse(tiny.wan_pipeline(two=True), warmup_steps=5)
     tiny.generate(pipe, steps=8)

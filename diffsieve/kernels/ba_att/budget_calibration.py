@@ -152,6 +152,10 @@ def _calibrate_budgets_op(
 ) -> torch.Tensor:
     video = slice(text_prefix, query.shape[2] - text_suffix)
     query, key, value = (x[:, :, video] for x in (query, key, value))
+    num_blocks, text_blocks = -(-query.shape[2] // block_size), -(-(text_prefix + text_suffix) // block_size)
+    counts = measured_blocks(kept_video_blocks(num_blocks, text_blocks, density), num_blocks)
+    if counts is None:
+        return torch.zeros(query.shape[1], 2, device=query.device)
     scoring = {"beta": beta, "center_keys": center_keys, "log_count": log_count, "second_order": second_order}
     ordered = Probes(
         query,
@@ -168,10 +172,6 @@ def _calibrate_budgets_op(
         probe_blocks=probe_blocks,
         backend=backend,
     ).ordered(name if ids is None else ids)
-    num_blocks, text_blocks = ordered.scores.shape[-1], -(-(text_prefix + text_suffix) // block_size)
-    counts = measured_blocks(kept_video_blocks(num_blocks, text_blocks, density), num_blocks)
-    if counts is None:
-        return torch.zeros(query.shape[1], 2, device=query.device)
     expected = ordered.dense(dense).float()
     outputs = (ordered.sparse(count).float() for count in counts)
     return torch.stack([(out - expected).square().sum((-1, -2)).mean(0) for out in outputs], dim=1)

@@ -6,6 +6,8 @@ every head and `step` a fifth of it. Levels that add up to 0 keep the total of t
 
 import torch
 
+from ...errors import UserInputError
+
 __all__ = ["LEVELS", "blocks_of_level", "budgets_of_levels", "choose_budgets", "measured_blocks"]
 
 LEVELS = (-3, -2, -1, 0, 1, 2, 3)
@@ -55,7 +57,13 @@ def choose_budgets(errors: torch.Tensor, kept: int, num_blocks: int) -> torch.Te
     Returns:
         int64 (..., H) on the CPU, each of `LEVELS`. Deterministic; all 0 where no other choice is expected to be 2 %
         better, where nothing was measured, or where the errors of a layer hold NaN.
+
+    Raises:
+        UserInputError: errors of another shape, or `kept` out of range.
     """
+    if errors.ndim < 2 or errors.shape[-1] != 2 or errors.shape[-2] < 1:
+        raise UserInputError(f"errors must have the shape (..., H, 2), got {tuple(errors.shape)}")
+    _check_kept(kept, num_blocks)
     cost = expected_errors(errors, kept, num_blocks)
     heads = cost.shape[-2]
     equal = cost[..., _EQUAL].sum(-1)
@@ -107,12 +115,21 @@ def budgets_of_levels(levels: list[int], kept: int, num_blocks: int) -> list[int
         levels: one for each head.
         kept: blocks of every head at equal budgets, in [1, num_blocks].
         num_blocks: blocks of the sequence.
+
+    Raises:
+        UserInputError: `kept` out of range.
     """
+    _check_kept(kept, num_blocks)
     counts = [min(num_blocks, max(1, blocks_of_level(level, kept))) for level in levels]
     while (left := kept * len(counts) - sum(counts)) != 0:
         head = counts.index(min(counts) if left > 0 else max(counts))
         counts[head] += 1 if left > 0 else -1
     return counts
+
+
+def _check_kept(kept: int, num_blocks: int) -> None:
+    if not 1 <= kept <= num_blocks:
+        raise UserInputError(f"kept must be in [1, {num_blocks}], the blocks of the sequence, got {kept}")
 
 
 def _measured_level(kept: int, num_blocks: int) -> int | None:

@@ -85,7 +85,7 @@ def grid_tables(
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn pairs of neighbouring channels of (B, L, H, D) by the angles of (1, L, 1, D / 2), in float32."""
     pairs = x.float().unflatten(-1, (-1, 2))
-    if x.is_cpu and not torch.compiler.is_compiling():  # the same as below in one pass instead of seven
+    if x.is_cpu and not torch.compiler.is_compiling():  # as below up to rounding, in one pass instead of seven
         turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin)
         return torch.view_as_real(turned).flatten(-2).to(x.dtype)
     even, odd = pairs.unbind(-1)
