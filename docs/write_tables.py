@@ -76,8 +76,8 @@ def call_table() -> str:
     table = tables_of_bench.speed_table(report, "default", over=_FASTEST)
     return "\n".join(
         [
-            f"The whole call of the preset `default` (an order per head{own}; {settings['heads']} heads of "
-            f"{settings['dim']}, bf16), all that ordering,",
+            f'The whole call of the preset `default` with `budgets="equal"` (an order per head{own}; '
+            f"{settings['heads']} heads of {settings['dim']}, bf16), all that ordering,",
             f"selecting and compensating cost included ({tables_of_bench.source(report)}):",
             "",
             table,
@@ -85,7 +85,7 @@ def call_table() -> str:
             "All are of CUDA graphs, without the host's time; factors are over FlashAttention-3, the fastest of "
             "the dense ones.",
             "",
-            "One forward at 81 frames of 480p or 720p, random weights, compiled, first layer dense",
+            "One forward at 81 frames of 480p or 720p, random weights, compiled, first layer dense, equal budgets too",
             f"({tables_of_bench.source(_result('h200/bench/wan.json'))}):",
             "",
             wan_table(),
