@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -217,20 +218,21 @@ def _measure(
         end = captured.number in (0, captured.num_layers - 1)
         selection, rest = kernel_arguments(attention, second_order=attention.second_order_in(end=end))
         selection["scale"] = captured.scale
+        custom = None if variant.custom is None else variant.custom(captured.number)
+        shares = attention.calibrates_budgets and custom is None
+        if (attention.calibrates or shares) and not calibration.possible:
+            row["skipped"] = "the step in which BA-Att calibrates was not captured"
+            continue
         orders: Any = attention.order
         budgets = None
         if attention.calibrates:
-            if not calibration.possible:
-                row["skipped"] = "the step in which BA-Att calibrates was not captured"
-                continue
             orders, predicted = calibration.of(attention, selection)
             row["orders"] = [CANDIDATE_ORDERS[i] for i in orders.tolist()]
-            if attention.calibrates_budgets:  # what is predicted is that of equal ones
-                budgets = calibration.budgets_of(attention, selection, orders)
-                row["budgets"] = budgets.tolist()
-            else:
+            if not shares:  # what is predicted is that of equal ones
                 row["predicted"] = {name: _numbers(values) for name, values in predicted.items()}
-        custom = None if variant.custom is None else variant.custom(captured.number)
+        if shares:
+            budgets = calibration.budgets_of(attention, selection, orders)
+            row["budgets"] = budgets.tolist()
         result = ba_attention(
             query,
             key,
@@ -297,8 +299,8 @@ class _Calibration:
 
     def __init__(self, paths: Sequence[Path], device: torch.device, block_size: int) -> None:
         self._paths, self._device, self._block_size = paths, device, block_size
-        self._captured: list[tuple[Captured, _Masses]] | None = None
         self._found: dict[Any, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
+        self._budgets: dict[Any, torch.Tensor] = {}
 
     @property
     def possible(self) -> bool:
@@ -312,17 +314,28 @@ class _Calibration:
             attention: settings of the variant.
             selection: its arguments of the selection.
         """
-        place = (attention.compensate, *sorted(item for item in selection.items() if not item[0].startswith("text_")))
+        place = _place(attention, selection)
         if place not in self._found:
-            if self._captured is None:  # once for all variants and steps
-                files = [read_captured(path, self._device) for path in self._paths]
-                self._captured = [(x, _Masses(x, self._block_size)) for x in files]
             self._found[place] = self._calibrate(self._captured, attention, selection)
         return self._found[place]
 
-    def budgets_of(self, attention: BAAttConfig, selection: Mapping[str, Any], orders: torch.Tensor) -> torch.Tensor:
-        """Return the blocks (H,) that the heads keep; arguments as `of`, which gave the orders."""
-        assert self._captured is not None
+    @cached_property
+    def _captured(self) -> list[tuple[Captured, _Masses]]:
+        files = [read_captured(path, self._device) for path in self._paths]
+        return [(x, _Masses(x, self._block_size)) for x in files]
+
+    def budgets_of(
+        self, attention: BAAttConfig, selection: Mapping[str, Any], orders: str | torch.Tensor
+    ) -> torch.Tensor:
+        """Return the blocks (H,) that the heads keep in an order, or in those of each head; other arguments as `of`."""
+        place = (orders if isinstance(orders, str) else tuple(orders.tolist()), *_place(attention, selection))
+        if place not in self._budgets:
+            self._budgets[place] = self._measure_budgets(attention, selection, orders)
+        return self._budgets[place]
+
+    def _measure_budgets(
+        self, attention: BAAttConfig, selection: Mapping[str, Any], orders: str | torch.Tensor
+    ) -> torch.Tensor:
         how: dict[str, Any] = {"compensate": attention.compensate, "backend": attention.backend, **selection}
         errors = torch.stack(
             [
@@ -355,6 +368,11 @@ class _Calibration:
             "error": errors.gather(-1, orders[:, None])[:, 0].sqrt(),
             "recall": torch.stack(recalls).mean(0),
         }
+
+
+def _place(attention: BAAttConfig, selection: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the calibration depends on."""
+    return (attention.compensate, *sorted(item for item in selection.items() if not item[0].startswith("text_")))
 
 
 def _bounds(captured: Captured, block_size: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from diffsieve.study import RecallConfig, capture, captured_files, read_captured
 from diffsieve.study.hindsight import BestOrders, errors_of_orders, mass_lost_by_orders, watching
 from diffsieve.study.mass import block_mass, kept_share
 from diffsieve.study.recall_table import summarize_recall
+from diffsieve.study.variants import VARIANTS, Variant
 from tests.tiny import HEADS, generate
 
 
@@ -203,20 +204,23 @@ def test_orders_of_the_dense_run_are_those_that_lose_least(losses, pipe):
         assert lost[table["blocks.1"][head]] <= min(lost.values()) + 1e-6
 
 
-def test_budgets_are_measured_as_in_the_pipeline(captured, tmp_path, pipe):
+@pytest.mark.parametrize("order", ["auto", "hilbert"])
+def test_budgets_are_measured_as_in_the_pipeline(captured, tmp_path, pipe, monkeypatch, order):
+    shares = Variant("an order, with shared blocks", {"order": order, "budgets": "auto"})
+    monkeypatch.setitem(VARIANTS, "shares", shares)
+    monkeypatch.setitem(VARIANTS, "equal", Variant("the same without", {"order": order}))
     config = RecallConfig(
-        captures=captured, out=tmp_path / "study", block_size=4, suites=(), variants=("measured budgets", "base")
+        captures=captured, out=tmp_path / "study", block_size=4, suites=(), variants=("shares", "equal")
     )
     study_recall(config)
-    settings = {"warmup_steps": 1, "dense_layers": (), "block_size": 4, "min_tokens": 0}
+    settings = {"warmup_steps": 1, "dense_layers": (), "block_size": 4, "min_tokens": 0, "order": order}
     apply_sparse_attention(pipe, BAAttConfig(sparsity=0.5, budgets="auto", beta=0.5, **settings))
     generate(pipe, guidance=1.0)  # the branch that was captured, alone
     summary = sparsity_summary(pipe)
     lines = lines_of(config.out)
     for line in lines:
         rows = {row["variant"]: row for row in line["rows"]}
-        shared = rows["measured budgets"]
-        assert tuple(shared["budgets"]) == summary.budgets[line["layer"]]
-        assert shared["density"] == rows["base"]["density"]
-        assert "predicted" not in shared
+        assert tuple(rows["shares"]["budgets"]) == summary.budgets[line["layer"]]
+        assert rows["shares"]["density"] == rows["equal"]["density"]
+        assert "predicted" not in rows["shares"]
     assert any(len(set(row["budgets"])) > 1 for line in lines for row in line["rows"] if "budgets" in row)
