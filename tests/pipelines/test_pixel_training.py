@@ -448,6 +448,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, data):
     ("override", "message"),
     [
         ("dit.phases=[]", "phases must end at rising shares up to 1"),
+        ("model.levels=9", r'levels must be in \[1, 4\], or 0 for "auto", got 9'),
         ('dit.phases=[{"side": 0}]', r"side must be in \[1, 1024\] pixels, got 0"),
         ('dit.phases=[{"side": 2048}]', "got 2048"),
         ('dit.phases=[{"batch_size": 0}]', "batch_size must be in"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ....errors import UserInputError
+from ....kernels.llsa.levels import MAX_LEVELS
 from ..settings import Settings
 from ..stage_config import StageConfig, check_phases, phase_at
 
@@ -46,6 +47,10 @@ class PixelModelConfig:
     enrich: bool = True
     disjoint: bool = False
     rope_extent: int | None = 128
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.levels <= MAX_LEVELS:
+            raise UserInputError(f'levels must be in [1, {MAX_LEVELS}], or 0 for "auto", got {self.levels}')
 
 
 # Shapes of the published models (Peebles and Xie 2023), for `model` in a settings file.
