@@ -15,7 +15,8 @@ which has one level there), when WORK holds them: `began_at_64` in the report. `
 network (`diffsieve weights effnet` and the extra eval). `report` writes `pixel_dit_study.json`, where rows of earlier
 calls stay unless WORK holds no less of them, and charts of the distances; it can run elsewhere, so it is told on what
 `run` did. `--layers`, `--images`, `--samples` and `--steps` set the size of the study; keep them equal in all calls.
-`--seed` above 0 repeats variants with other weights, pictures and noise: `other_seeds` of their rows in the report.
+`--seed` above 0 repeats trainings with other weights, order of pictures and noise: `other_seeds` of their rows in the
+report. All seeds draw their samples from the same noise.
 
 The distance compares samples with the whole training set at that size, whose moments are exact: it is the population.
 `floor` is that of as many pictures drawn from the set itself.
@@ -192,12 +193,12 @@ def check_without_weights(device: str = "cuda", length: int = 1000) -> float:
 
 def train_one(name: str, arguments: argparse.Namespace) -> int:
     """Train a variant in this process; the exit code says whether it paused."""
-    out = folder_of(arguments, arguments.side, name)
+    out = folder_of(arguments.work, arguments.side, name, arguments.seed)
     if (out / "model" / "model_index.json").is_file():
         return 0
     start, small = None, min(BATCH)
     if arguments.side > small:
-        start = folder_of(arguments, small, name if name in variants(small) else "llsa")
+        start = folder_of(arguments.work, small, name if name in variants(small) else "llsa", arguments.seed)
         if not (start / "model").is_dir():
             print(f"{name}: no weights of {small} x {small}, begins with new ones", flush=True)
             start = None
@@ -225,7 +226,7 @@ def train_one(name: str, arguments: argparse.Namespace) -> int:
 
 def sample_one(name: str, arguments: argparse.Namespace) -> int:
     """Draw the samples of a trained variant: `samples.npz` and a contact sheet."""
-    out = folder_of(arguments, arguments.side, name)
+    out = folder_of(arguments.work, arguments.side, name, arguments.seed)
     if (out / "samples.json").is_file():
         return 0
     if not (out / "model").is_dir():
@@ -240,16 +241,13 @@ def sample_one(name: str, arguments: argparse.Namespace) -> int:
     pipe = build_pipeline(transformer, classes, config.sampling)
     wide = replace(config.sampling, batch_size=arguments.batch or SAMPLED_TOGETHER[arguments.side])
     with fast_attention(device):
-        generate(pipe, wide, count=min(wide.batch_size, arguments.samples))  # compiles
-        started = time.monotonic()
         pictures, labels = generate(pipe, wide, count=arguments.samples)
-    seconds = time.monotonic() - started
     write_atomically(out / "samples.npz", lambda path: _save_samples(path, pictures))
     contact_sheet(pictures[:81], labels[:81], classes).save(out / "samples.png")
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    figures = {"samples": len(pictures), "steps": wide.steps, "warm_seconds": seconds, "memory_gib": memory}
+    figures = {"samples": len(pictures), "steps": wide.steps, "memory_gib": memory}
     write_json(out / "samples.json", figures)
-    print(f"{name}: {len(pictures)} samples in {seconds:.0f} s, {memory:.1f} GiB", flush=True)
+    print(f"{name}: {len(pictures)} samples, {memory:.1f} GiB", flush=True)
     return 0
 
 
@@ -296,7 +294,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     population = None
     for name in chosen(arguments):
-        out = folder_of(arguments, arguments.side, name)
+        out = folder_of(arguments.work, arguments.side, name, arguments.seed)
         if not (out / "samples.npz").is_file() or (out / "distance.json").is_file():
             continue
         if population is None:
@@ -338,7 +336,7 @@ def report(arguments: argparse.Namespace) -> None:
         rows = sides[str(side)]
         for name in variants(side):
             for seed in sorted({0, *_seeds(arguments.work / str(side))}):
-                row = _row(side, name, folder_of(replace_seed(arguments, seed), side, name))
+                row = _row(side, name, folder_of(arguments.work, side, name, seed))
                 if row is None:
                     continue
                 if seed > 0 and name not in rows:
@@ -434,13 +432,9 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def folder_of(arguments: argparse.Namespace, side: int, name: str) -> Path:
+def folder_of(work: Path, side: int, name: str, seed: int) -> Path:
     slug = "".join(letter if letter.isalnum() else "-" for letter in name).replace("--", "-")
-    return arguments.work / str(side) / (slug if arguments.seed == 0 else f"{slug}{SEED}{arguments.seed}")
-
-
-def replace_seed(arguments: argparse.Namespace, seed: int) -> argparse.Namespace:
-    return argparse.Namespace(**vars(arguments) | {"seed": seed})
+    return work / str(side) / (slug if seed == 0 else f"{slug}{SEED}{seed}")
 
 
 def _seeds(folder: Path) -> list[int]:
