@@ -92,9 +92,9 @@ class BAAttProcessor:
         return f"{type(self).__name__}({self.config!r})"
 
     @property
-    def shares_blocks(self) -> bool:
-        """Whether the heads of this layer may keep different numbers of blocks."""
-        return self._budgets is not None and self._custom is None
+    def shared_budgets(self) -> torch.Tensor | None:
+        """Blocks (H,) that the heads keep; None where all keep the same number, or a selection of its own decides."""
+        return None if self._custom is not None else self._budgets
 
     # diffusers writes these two on whatever processor it finds. Dense calls go to the original, so it must have them.
     @property
@@ -196,7 +196,7 @@ class BAAttProcessor:
             return_info=True,
             timer=timer,
             custom=self._custom,
-            budgets=None if self._custom is not None else self._budgets,
+            budgets=self.shared_budgets,
             **self._selection,
             **self._attention,
         )
@@ -254,7 +254,7 @@ class BAAttProcessor:
             errors = calibrate_orders(*tensors, **how)
             self._order_errors.add_(F.pad(errors, (0, 1), value=1.0).to(self._order_errors.device))
             orders = choose_orders(errors)
-        if config.calibrates_budgets and self.shares_blocks:
+        if config.calibrates_budgets and self.shared_budgets is not None:
             errors = calibrate_budgets(*tensors, orders=orders, **how)
             self._budget_errors.add_(F.pad(errors, (0, 1), value=1.0).to(self._budget_errors.device))
 

@@ -237,13 +237,12 @@ class SparseController:
         Not where all layers run dense, have one head or a selection of their own, nor where so many blocks are kept, or
         so few, that there are no two numbers of blocks to measure at: no step has to run dense for that.
         """
-        if not self.config.calibrates_budgets or not any(x.processor.shares_blocks for x in self._sparse_layers()):
+        if not self.config.calibrates_budgets or not any(
+            x.processor.shared_budgets is not None and not x.always_dense for x in self.layers
+        ):
             return False
         prepared = all(self.layers[0].processor._grid)
         return not prepared or measured_blocks(*self._video_blocks()) is not None
-
-    def _sparse_layers(self) -> list[Layer]:
-        return [layer for layer in self.layers if not layer.always_dense]
 
     def _choose(self) -> None:
         """Choose orders and budgets from what the calibrating step measured."""

@@ -144,9 +144,9 @@ def sparsity_summary(pipeline_or_transformer: Any) -> SparsitySummary | LLSASumm
         dense_backends=dense_backends,
         step_source=clock.source,
         orders=orders,
-        orders_from=_orders_from(active, config.orders is not None, config.calibrates),
+        orders_from=_chosen_by(active, config.orders is not None, config.calibrates),
         budgets=budgets,
-        budgets_from=_budgets_from(active, config.calibrates_budgets) if budgets else None,
+        budgets_from=_chosen_by(active, config.orders is not None, config.calibrates_budgets) if budgets else None,
         attention_seconds=seconds.get("attention"),
         selection_seconds=seconds.get("selection"),
         notes=(*_notes(active, bool(rows) and not sparse_rows, reasons), *_broken(rows)),
@@ -164,13 +164,15 @@ def save_orders(pipeline_or_transformer: Any, path: str | PathLike[str]) -> None
     controllers = _applied(pipeline_or_transformer)
     tables = {controller.name: orders_of(controller) for controller in controllers}
     for controller in controllers:
-        missing = "orders" if not tables[controller.name] else None
-        if controller.calibrates_budgets and controller.levels is None:
-            missing = missing or 'budgets (`budgets="equal"` needs none)'
-        if missing:
-            raise UserInputError(
-                f"{controller.name} has no {missing} to save yet: run one generation past its warm-up first"
-            )
+        if not tables[controller.name]:
+            missing = "orders"
+        elif controller.calibrates_budgets and controller.levels is None:
+            missing = 'budgets (`budgets="equal"` needs none)'
+        else:
+            continue
+        raise UserInputError(
+            f"{controller.name} has no {missing} to save yet: run one generation past its warm-up first"
+        )
     levels = {c.name: {layer: c.levels[layer] for layer in tables[c.name]} for c in controllers if c.levels is not None}
     write_orders(path, tables, levels)
 
@@ -192,9 +194,9 @@ def _budgets_of(controller: SparseController) -> dict[str, tuple[int, ...]]:
     if controller.levels is None or controller.shape is None:
         return {}
     return {
-        layer.name: tuple(layer.processor._budgets.tolist())
+        layer.name: tuple(budgets.tolist())
         for layer in controller.layers
-        if layer.processor._budgets is not None and layer.processor._custom is None and not layer.always_dense
+        if (budgets := layer.processor.shared_budgets) is not None and not layer.always_dense
     }
 
 
@@ -332,19 +334,13 @@ def _seconds(controllers: list[SparseController]) -> dict[str, float]:
     return total
 
 
-def _orders_from(controllers: list[SparseController], has_table: bool, calibrates: bool) -> str:
+def _chosen_by(controllers: list[SparseController], has_table: bool, calibrates: bool) -> str:
     if has_table:
         return "table"
     if not calibrates:
         return "setting"
     measured = [c.measured for c in controllers if c.measured is not None]
     return "calibration" if any(bool(layers.any()) for layers in measured) or not measured else "fallback"
-
-
-def _budgets_from(controllers: list[SparseController], calibrates: bool) -> str:
-    if not calibrates:
-        return "table"
-    return "calibration" if any(c.measured is not None and bool(c.measured.any()) for c in controllers) else "fallback"
 
 
 def _notes(controllers: list[SparseController], all_dense: bool, reasons: dict[str, int]) -> list[str]:
@@ -362,7 +358,7 @@ def _notes(controllers: list[SparseController], all_dense: bool, reasons: dict[s
         config = controller.config
         sparse = [i for i, layer in enumerate(controller.layers) if not layer.always_dense]
         if not config.calibrates:  # budgets alone were measured
-            sparse = [i for i in sparse if controller.layers[i].processor.shares_blocks]
+            sparse = [i for i in sparse if controller.layers[i].processor.shared_budgets is not None]
         missed = [i for i in sparse if not measured[i]]
         if missed:
             instead = [f"use the fixed order {FALLBACK_ORDER}"] if config.calibrates else []
