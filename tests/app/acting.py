@@ -56,6 +56,21 @@ def tab(page, name):
             raise AssertionError(f"{name} is not there") from error
 
     eventually(click)
+    painted(page)
+
+
+def open_more_settings(page):
+    page.get_by_role("button", name="More settings").click()
+    painted(page)
+
+
+def painted(page):
+    """Wait until what was just opened has been painted.
+
+    Gradio gives fields that come into being their first values once more right before they are painted. Nobody can type
+    so early, but a test can, and what it typed was gone then.
+    """
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def pick(page, label, option):

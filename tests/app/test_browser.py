@@ -11,7 +11,7 @@ import pytest
 
 from diffsieve.app.models import Shelf
 from diffsieve.app.server import ServerConfig, serve
-from tests.app.acting import TABS, differs, eventually, press_compare, settle, shoot, tab
+from tests.app.acting import TABS, differs, eventually, open_more_settings, press_compare, settle, shoot, tab
 from tests.app.browser import opened
 from tests.app.serving import Tiny, tiny_server
 from tests.app.test_api import Slow
@@ -25,9 +25,8 @@ MORE = {"Block size, tokens": 16, "Shortest sparse sequence, tokens": 0}
 
 def fill(page, **changes):
     """Set the controls to a request of a second or less."""
-    # First, since the fields behind it come into being when it opens, and take their first values a little later.
     if not page.get_by_label("Block size, tokens").is_visible():
-        page.get_by_role("button", name="More settings").click()
+        open_more_settings(page)
     page.get_by_label("Prompt", exact=True).fill(changes.pop("prompt", "a cat moves left"))
     wanted = {label: str(changes.pop(label, value)) for label, value in {**SETTINGS, **MORE}.items()}
     assert not changes

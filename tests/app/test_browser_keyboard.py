@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.app.acting import TABS, differs, eventually, field, same, settle
+from tests.app.acting import TABS, differs, eventually, field, painted, same, settle
 from tests.app.serving import EXAMPLE
 
 # Named first, so that no server is started where there is no Chromium.
@@ -39,6 +39,7 @@ def panel(page, name):
     assert page.evaluate("document.activeElement.role") == "tab"
     page.keyboard.press("Enter")
     eventually(lambda: same(page.get_by_role("tab", name=name, exact=True).get_attribute("aria-selected"), "true"))
+    painted(page)
 
 
 def show_example(page):

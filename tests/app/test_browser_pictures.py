@@ -11,6 +11,7 @@ from tests.app.acting import (
     choose_class,
     click_token,
     eventually,
+    open_more_settings,
     pick,
     press_compare,
     same,
@@ -148,8 +149,7 @@ def test_a_click_on_a_pixel_shows_where_it_looked(page):
 def test_ba_att_on_pictures_has_block_masks(page):
     pick(page, "Method", "BA-Att")
     page.get_by_label("Preset").wait_for()
-    page.get_by_role("button", name="More settings").click()
-    # Not at once: fields take their first values a little after they have come into being.
+    open_more_settings(page)
     compare(page, **{"Block size, tokens": "16", "Shortest sparse sequence, tokens": "0"})
     page.get_by_role("group", name="Objects: dense and BA-Att 50 %").wait_for()
     tab(page, "Attention")

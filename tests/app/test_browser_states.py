@@ -9,7 +9,7 @@ from diffsieve.app.events.settings import SettingsEvents
 from diffsieve.app.models import Shelf
 from diffsieve.app.server import ServerConfig, serve
 from diffsieve.errors import UserInputError
-from tests.app.acting import TABS, eventually, field, pick, press_compare, same, settle, shoot, tab
+from tests.app.acting import TABS, eventually, field, open_more_settings, pick, press_compare, same, settle, shoot, tab
 from tests.app.browser import opened
 from tests.app.conftest import small
 from tests.app.serving import EXAMPLE, tiny_examples, tiny_server
@@ -49,7 +49,7 @@ def test_all_on_the_page_has_a_name(browser, tmp_path, pictures):
         else:
             page.locator("#ds-examples button").first.click()
         page.locator("diffsieve-player img, diffsieve-player video").first.wait_for()
-        page.get_by_role("button", name="More settings").click()
+        open_more_settings(page)
         page.get_by_label("Block size, tokens").wait_for()
         for name in TABS:
             tab(page, name)
@@ -97,7 +97,7 @@ def test_an_empty_page_says_what_will_be_there(browser, tmp_path):
         tab(page, "Attention")  # the sequence is shorter than the shortest sparse one
         page.locator(".ds-empty", has_text="Every step of this run was dense, so there is no block mask.").wait_for()
         assert controls_of_attention(page) == 0
-        page.get_by_role("button", name="More settings").click()
+        open_more_settings(page)
         settle(page, {"Shortest sparse sequence, tokens": "0", "Block size, tokens": "8"})
         press_compare(page)
         tab(page, "Attention")
