@@ -1,6 +1,6 @@
 """How far the forms of attention that the pixel DiT's study trains are from dense attention, in a trained model.
 
-    PYTHONPATH=.:benchmarks python benchmarks/llsa_forms.py --data .data/emoji --out benchmarks/results/cpu
+    PYTHONPATH=. python benchmarks/llsa_forms.py --data .data/emoji --out benchmarks/results/cpu
 
 Takes queries, keys and values of every layer of mini-pixel-dit, fp32, for pictures of the set at three shares of noise,
 and computes each form with blocks of 16 in Hilbert order. Relative error of the output over all heads, mean over
@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from pixel_dit_study import BLOCK, TOPK, definition
+from llsa_without_weights import BLOCK, TOPK, definition
 from torch import Tensor
 
 from diffsieve import load_pipeline
@@ -90,7 +90,7 @@ def main() -> None:
                 print(rows[-1], flush=True)
     names = rows[0]["errors"]
     means = {name: sum(row["errors"][name] for row in rows) / len(rows) for name in names}
-    command = "PYTHONPATH=.:benchmarks python benchmarks/llsa_forms.py"
+    command = "PYTHONPATH=. python benchmarks/llsa_forms.py"
     values = {"command": command, "versions": versions(), "mean_errors": means, "rows": rows}
     write_json(arguments.out / "llsa_forms.json", values)
 

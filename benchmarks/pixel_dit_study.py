@@ -10,13 +10,15 @@
 and "llsa without weights" needs one. What is finished is skipped, so a call can be repeated in legs (`--max-seconds`:
 no variant begins shortly before that; one in training pauses and goes on in the next call). Exit code 3: something is
 left; 1: a variant failed. `--shard 0/2` takes every second variant: one process for each GPU, with
-CUDA_VISIBLE_DEVICES. At 128 pixels every variant begins with its weights of 64 ("llsa 1 level" with those of "llsa",
-which has one level there), when WORK holds them: `began_at_64` in the report. `measure` needs no GPU, but the feature
-network (`diffsieve weights effnet` and the extra eval). `report` writes `pixel_dit_study.json`, where rows of earlier
-calls stay unless WORK holds no less of them, and charts of the distances; it can run elsewhere, so it is told on what
-`run` did. `--layers`, `--images`, `--samples` and `--steps` set the size of the study; keep them equal in all calls.
-`--seed` above 0 repeats trainings with other weights, order of pictures and noise: `other_seeds` of their rows in the
-report. All seeds draw their samples from the same noise.
+CUDA_VISIBLE_DEVICES. `--turns FILE` lets several calls share one GPU: each compiles what its variant needs beside the
+others (two steps, one batch of samples), then waits for its turn to train and to draw. At 128 pixels every variant
+begins with its weights of 64 ("llsa 1 level" with those of "llsa", which has one level there), when WORK holds them:
+`began_at_64` in the report. `measure` needs no GPU, but the feature network (`diffsieve weights effnet` and the extra
+eval). `report` writes `pixel_dit_study.json`, where rows of earlier calls stay unless WORK holds no less of them, and
+charts of the distances; it can run elsewhere, so it is told on what `run` did. `--layers`, `--images`, `--samples` and
+`--steps` set the size of the study; keep them equal in all calls. `--seed` above 0 repeats trainings with other
+weights, order of pictures and noise: `other_seeds` of their rows in the report. All seeds draw their samples from the
+same noise.
 
 The distance compares samples with the whole training set at that size, whose moments are exact: it is the population.
 `floor` is that of as many pictures drawn from the set itself.
@@ -34,16 +36,16 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
-from torch import Tensor
+from llsa_without_weights import BLOCK, TOPK, check_without_weights, drop_weights
+from turns import turn
 
 from diffsieve.bench.drawing import Axis, Line, line_plot
 from diffsieve.pipelines.loading import resolve_device, resolve_dtype
@@ -55,12 +57,12 @@ from diffsieve.pipelines.training.pixel_dit.run import train_pixel_dit
 from diffsieve.pipelines.training.pixel_dit.sampling import build_pipeline, contact_sheet, generate
 from diffsieve.pipelines.training.pixel_dit.stage import load_transformer
 
-BLOCK, TOPK = 16, 8
 BATCH = {64: 64, 128: 16}
 IMAGES = {64: 96_000, 128: 24_000}
 SAMPLED_TOGETHER = {64: 200, 128: 50}  # divide 5,000: one compiled graph for all
 SEED = "-seed-"  # in the names of folders
 PAUSED = 3
+SHORTEST = 30.0  # seconds of a leg in which it pays to begin
 WITHOUT_WEIGHTS = "llsa without weights"
 
 
@@ -115,82 +117,6 @@ def settings_of(name: str, arguments: argparse.Namespace) -> PixelTrainConfig:
     )
 
 
-@triton.jit
-def unweighted(length, n_l, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
-    b_zero = tl.full([1], 0.0, dtype=tl.float32)
-    return b_zero, b_zero
-
-
-def drop_weights() -> None:
-    """Let pooled tokens count once, whatever they stand for: the ablation without weights, for this process alone.
-
-    Call it before any attention. The backward kernels read the weight through a function; the forward kernel gets it
-    from its launch: LOG2_BLOCK a level, and for the last token of a level what that is short of it.
-    """
-    from diffsieve.kernels.llsa import backward_kernels, triton_backend
-
-    launch_as_it_is = triton_backend.launch
-
-    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        launch_as_it_is(kernel, grid, *args, **options | ({"LOG2_BLOCK": 0} if "LOG2_BLOCK" in options else {}))
-
-    backward_kernels.log2_weights = unweighted  # type: ignore[assignment]
-    triton_backend.launch = launch
-    triton_backend._shortfalls = lambda length, block_size, levels, scale_log2: (0.0,) * levels
-
-
-def definition(q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], *, weighted: bool) -> Tensor:
-    """LLSA of 1 or more levels by one masked dense attention, with or without the weights of pooled tokens."""
-    length, levels = q.shape[2], len(lists)
-    query = torch.arange(length, device=q.device)
-    keys, values, biases = [], [], []
-    for level in range(levels + 1):
-        span = BLOCK**level
-        tokens = math.ceil(length / span)
-        counts = torch.full((tokens,), float(span), device=q.device)
-        counts[-1] = length - (tokens - 1) * span
-        for means, x in ((keys, k), (values, v)):
-            padded = torch.nn.functional.pad(x, (0, 0, 0, tokens * span - length))
-            means.append(padded.unflatten(2, (tokens, span)).sum(3) / counts[:, None])
-        bias = (counts.log() if weighted else torch.zeros_like(counts)).expand(*q.shape[:2], length, tokens)
-        if level < levels:
-            blocks = math.ceil(tokens / BLOCK)
-            kept = torch.zeros(*q.shape[:2], blocks, blocks + 1, dtype=torch.bool, device=q.device)
-            kept.scatter_(-1, torch.where(lists[level] < 0, blocks, lists[level]).long(), True)
-            own = kept[:, :, query // (span * BLOCK)]
-            bias = bias.where(own[..., torch.arange(tokens, device=q.device) // BLOCK], -torch.inf)
-        biases.append(bias)
-    keys, values, mask = (torch.cat(x, dim=dim) for x, dim in ((keys, 2), (values, 2), (biases, 3)))
-    return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-
-
-def error_of_kernels(levels: int, *, weighted: bool, device: str, length: int) -> float:
-    """Relative error of the Triton kernels in float32, the largest of output and gradients, against `definition`."""
-    from diffsieve.kernels.llsa import hierarchical_topk, llsa_attention
-
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v, g = (torch.randn(1, 2, length, 64, device=device, generator=generator) for _ in range(4))
-    lists = hierarchical_topk(q, k, block_size=BLOCK, topk=TOPK, levels=levels)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = llsa_attention(*inputs, block_size=BLOCK, levels=levels, indices=lists, backend="triton")
-    assert isinstance(out, Tensor)
-    expected = definition(q, k, v, lists, weighted=weighted)
-    ours, theirs = ([x, *torch.autograd.grad(x, inputs, g)] for x in (out, expected))
-    return max(float(((a - b).norm() / b.norm()).detach()) for a, b in zip(ours, theirs, strict=True))
-
-
-def check_without_weights(device: str = "cuda", length: int = 1000) -> float:
-    """The larger error of the kernels without weights with one and two levels.
-
-    Raises:
-        SystemExit: it is too large.
-    """
-    error = max(error_of_kernels(levels, weighted=False, device=device, length=length) for levels in (1, 2))
-    if not error < 5e-3:
-        raise SystemExit(f"the kernels without weights must agree with the definition, got a relative error of {error}")
-    return error
-
-
 def train_one(name: str, arguments: argparse.Namespace) -> int:
     """Train a variant in this process; the exit code says whether it paused."""
     out = folder_of(arguments.work, arguments.side, name, arguments.seed)
@@ -203,12 +129,15 @@ def train_one(name: str, arguments: argparse.Namespace) -> int:
             print(f"{name}: no weights of {small} x {small}, begins with new ones", flush=True)
             start = None
     resumed = (out / "dit" / "state.pt").is_file()
+    max_seconds = None if arguments.deadline is None else arguments.deadline - time.monotonic()
+    if max_seconds is not None and max_seconds < SHORTEST:
+        return PAUSED
     summary = train_pixel_dit(
         out,
         arguments.data,
         None if resumed else settings_of(name, arguments),
-        max_seconds=arguments.max_seconds,
-        pause=arguments.max_seconds is not None,
+        max_seconds=max_seconds,
+        pause=max_seconds is not None,
         resume=resumed,
         start_from=start,
         report=lambda entry: (
@@ -254,21 +183,43 @@ def sample_one(name: str, arguments: argparse.Namespace) -> int:
 STEPS = {"train": (train_one,), "sample": (sample_one,), "run": (train_one, sample_one)}
 
 
+def prepare(name: str, arguments: argparse.Namespace) -> None:
+    """Let everything be compiled that a variant needs, before its turn: the same with two steps and one batch."""
+    side = arguments.side
+    batch = arguments.batch or SAMPLED_TOGETHER[side]
+    little = {"images": 2 * BATCH[side], "samples": batch, "steps": 1, "deadline": None}
+    with TemporaryDirectory() as folder, redirect_stdout(None):
+        short = argparse.Namespace(**vars(arguments) | little | {"work": Path(folder)})
+        for step in STEPS["train" if arguments.command == "train" else "run"]:
+            step(name, short)
+    print(f"{name}: compiled", flush=True)
+
+
 def attempt(name: str, arguments: argparse.Namespace) -> int:
     """All steps of a variant; its failure is printed and costs no other variant."""
     try:
+        if arguments.turns is not None and _left(name, arguments):
+            prepare(name, arguments)
         for step in STEPS[arguments.command]:
             torch._dynamo.reset()
             gc.collect()  # a compiled block refers to itself: the model before is still there
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            if code := step(name, arguments):
-                return code
+            with turn(arguments.turns):
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+                if code := step(name, arguments):
+                    return code
     except Exception:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _left(name: str, arguments: argparse.Namespace) -> bool:
+    """Whether anything of the variant is still to do."""
+    out = folder_of(arguments.work, arguments.side, name, arguments.seed)
+    last = "model/model_index.json" if arguments.command == "train" else "samples.json"
+    return not (out / last).is_file()
 
 
 def _save_samples(path: Path, pictures: torch.Tensor) -> None:
@@ -457,18 +408,17 @@ def run_all(arguments: argparse.Namespace) -> int:
     if names == [WITHOUT_WEIGHTS]:
         drop_weights()
         print(f"{WITHOUT_WEIGHTS}: relative error {check_without_weights():.2e}", flush=True)
-    deadline = None if arguments.max_seconds is None else time.monotonic() + arguments.max_seconds
+    arguments.deadline = None if arguments.max_seconds is None else time.monotonic() + arguments.max_seconds
     left = failed = False
     for name in names:
-        if deadline is not None:
-            arguments.max_seconds = deadline - time.monotonic()
-            if arguments.max_seconds < 30:
-                left = True
-                break
+        seconds = math.inf if arguments.deadline is None else arguments.deadline - time.monotonic()
+        if seconds < SHORTEST:
+            left = True
+            break
         if name == WITHOUT_WEIGHTS and len(names) > 1:  # its kernels are changed for a whole process
             words = [sys.executable, __file__, *sys.argv[1:], "--variants", name, "--shard", "0/1"]
-            if deadline is not None:
-                words += ["--max-seconds", f"{arguments.max_seconds:.0f}"]
+            if arguments.deadline is not None:
+                words += ["--max-seconds", f"{seconds:.0f}"]
             code = subprocess.run(words, check=False).returncode
         else:
             code = attempt(name, arguments)
@@ -499,6 +449,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="pictures sampled together")
     parser.add_argument("--shard", default="0/1")
     parser.add_argument("--max-seconds", type=float)
+    parser.add_argument(
+        "--turns", type=Path, metavar="FILE", help="take turns at the GPU with other calls of this file"
+    )
     parser.add_argument("--weights", type=Path, help="file of the feature network, where it is not in the cache")
     arguments = parser.parse_args()
     if arguments.command in STEPS:

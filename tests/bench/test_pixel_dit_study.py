@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,28 @@ def test_variants_are_shared_between_processes(study, call, monkeypatch):
     assert (
         call("run", "--variants", "none") == "variants must be among: " + ", ".join(study.variants(16)) + "; got none"
     )
+
+
+def test_what_is_compiled_before_a_turn_leaves_nothing_and_changes_nothing(study, call, tmp_path, monkeypatch):
+    assert call("run", "--variants", "llsa") == 0
+    folder = tmp_path / "work" / "16" / "llsa"
+    alone = (folder / "samples.npz").read_bytes(), (folder / "dit" / "log.jsonl").read_text().count("\n")
+    (tmp_path / "work").rename(tmp_path / "alone")
+    prepare, order = study.prepare, []
+
+    @contextmanager
+    def turn(file):
+        order.append(file)
+        yield
+
+    monkeypatch.setattr(study, "turn", turn)
+    monkeypatch.setattr(study, "prepare", lambda *words: order.append("prepare") or prepare(*words))
+    assert call("run", "--variants", "llsa", "--turns", str(tmp_path / "turns")) == 0
+    assert order == ["prepare", tmp_path / "turns", tmp_path / "turns"]
+    assert ((folder / "samples.npz").read_bytes(), (folder / "dit" / "log.jsonl").read_text().count("\n")) == alone
+    assert [path.name for path in (tmp_path / "work" / "16").iterdir()] == ["llsa"]
+    assert call("run", "--variants", "llsa", "--turns", str(tmp_path / "turns")) == 0
+    assert order.count("prepare") == 1, "nothing is left to do"
 
 
 def test_no_time_leaves_the_rest_for_another_call(call):

@@ -3,7 +3,6 @@
 The study of pixel DiT changes kernels for a whole process: the ablation without the weights of pooled tokens.
 """
 
-import importlib.util
 import json
 import os
 import sys
@@ -11,29 +10,28 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import llsa_without_weights as ablation
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pixel_dit_study.py"
 LENGTH = 150  # ten blocks, the last of 6 tokens: 8 are kept
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    location = importlib.util.spec_from_file_location("pixel_dit_study", SCRIPT)
-    study = importlib.util.module_from_spec(location)
-    location.loader.exec_module(study)
 
     def errors(weighted: bool) -> dict[str, float]:
         return {
-            f"{levels} levels": study.error_of_kernels(levels, weighted=weighted, device="cpu", length=LENGTH)
+            f"{levels} levels": ablation.error_of_kernels(levels, weighted=weighted, device="cpu", length=LENGTH)
             for levels in (1, 2)
         }
 
     report = {"as they are": errors(weighted=True)}
     try:
-        study.check_without_weights("cpu", LENGTH)
+        ablation.check_without_weights("cpu", LENGTH)
     except SystemExit as refusal:
         report["refusal"] = str(refusal)
-    study.drop_weights()
+    ablation.drop_weights()
     report["without"] = errors(weighted=False)
-    report["check"] = study.check_without_weights("cpu", LENGTH)
+    report["check"] = ablation.check_without_weights("cpu", LENGTH)
     json.dump(report, sys.stdout)
