@@ -166,7 +166,11 @@ def _find_backbone(net: str, weights: str | Path | None, download: bool) -> Path
     converted = converted_lpips(net)
     if converted.is_file():
         return converted
-    ways = [f"put {file} of torchvision into {cached.parent}", "name a file", "allow the download"]
+    ways = [
+        f"put {file} of torchvision into {cached.parent}",
+        "name a file (weights, --lpips-weights)",
+        "allow a download (download, --download)",
+    ]
     if net != "squeeze":
         ways.insert(0, "run `diffsieve weights lpips`")
     raise MissingWeightsError(f"no weights of {net}: {', or '.join(ways)}")
