@@ -110,10 +110,11 @@ def test_an_occupied_folder_is_refused(finished, sprites_path):
         train_mini_wan(finished[0], sprites_path, tiny_settings())
 
 
-def test_a_finished_run_resumes_without_a_step(finished, sprites_path):
+def test_a_finished_run_resumes_without_a_step(finished, sprites_path, caplog):
     out, summary = finished
     before = load_weights(out / "dit")
     again = train_mini_wan(out, sprites_path, resume=True)
+    assert "holds no checkpoint" not in caplog.text
     assert again["dit"]["step"] == summary["dit"]["step"]
     assert again["quality"]["subject"] == summary["quality"]["subject"]
     assert all(torch.equal(value, before[name]) for name, value in load_weights(out / "dit").items())
@@ -240,14 +241,15 @@ def test_the_schedules_are_fitted_to_the_leg(tmp_path, finished, sprites_path):
     assert all(math.isfinite(entry.losses["loss"]) for entry in entries)
 
 
-def test_a_paused_leg_goes_on_with_its_schedule(tmp_path, sprites_path):
+def test_a_paused_leg_goes_on_with_its_schedule(tmp_path, sprites_path, caplog):
     config = tiny_settings(vae={"steps": None, "seconds": 2.0})
-    arguments = {"stage": "vae", "pause": True}
+    arguments = {"stage": "vae", "pause": True, "resume": True}
     first = train_mini_wan(tmp_path, sprites_path, config, max_seconds=1.2, **arguments)
+    assert "holds no checkpoint to go on from, so a new run begins there" in caplog.text
     assert not first["finished"]
     assert 0 < first["vae"]["seconds"] < 2
     assert load_weights(tmp_path / "vae")
-    second = train_mini_wan(tmp_path, sprites_path, max_seconds=60, resume=True, **arguments)
+    second = train_mini_wan(tmp_path, sprites_path, max_seconds=60, **arguments)
     assert second["finished"]
     assert second["vae"]["seconds"] == pytest.approx(2.0, abs=0.7)
 

@@ -66,7 +66,7 @@ def train_mini_wan(
         max_seconds: Length of this leg, export and measurement included. The schedules of the stages that start in it
             are fitted to it: they share the time in the ratio of their `seconds`.
         pause: Keep the schedules of the settings, and stop after `max_seconds`; a later leg goes on with `resume`.
-        resume: Continue from the checkpoints in `out`, with their schedules.
+        resume: Continue from the checkpoints in `out`, with their schedules; without any a run begins, with a warning.
         start_from: Trained weights to begin with: an exported pipeline, the folder of a run, or of a stage.
         copy_to: Folder that gets the averaged weights, logs and results, without the large training states.
         report: Gets every log entry (main process only).
@@ -95,6 +95,8 @@ def train_mini_wan(
         reserve = config.reserve_seconds if "finish" in plan and not pause else 0.0
         deadline = clock(accelerator) + max_seconds - reserve
     if accelerator.is_main_process:
+        if resume and plan != ("finish",) and not any((out / name / STATE_FILE).is_file() for name in plan):
+            logger.warning("%s holds no checkpoint to go on from, so a new run begins there", out)
         if start_from is not None and not (resume and (out / START_FILE).is_file()):
             from .start import take_over
 

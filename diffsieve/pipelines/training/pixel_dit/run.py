@@ -65,7 +65,7 @@ def train_pixel_dit(
         max_seconds: length of this leg, reading the pictures and export included. The schedule of a run that starts in
             it is fitted to it.
         pause: keep the schedule of the settings, and stop after `max_seconds`; a later leg goes on with `resume`.
-        resume: continue from the checkpoint in `out`, with its schedule.
+        resume: continue from the checkpoint in `out`, with its schedule; without one a run begins, with a warning.
         start_from: weights to begin with: an exported pipeline, the folder of a run, or of its stage. They may come
             from other picture sizes and another attention method.
         copy_to: folder that gets averaged weights, log and results, without the large training state.
@@ -93,6 +93,8 @@ def train_pixel_dit(
     if images.skipped and main:
         logger.warning("%s", images.describe_skipped())
     continued = resume and (out / "dit" / STATE_FILE).is_file()
+    if main and resume and not continued:
+        logger.warning("%s holds no checkpoint to go on from, so a new run begins there", out)
     if main:
         if start_from is not None and not continued:
             _take_over(start_from, out)
