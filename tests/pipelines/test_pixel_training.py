@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import stat
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -258,20 +259,22 @@ def test_legs_of_one_picture_size_are_told_apart(tmp_path, data):
     assert {leg["processes"] for leg in legs} == {1}
 
 
-def test_the_start_does_not_overwrite_a_resumed_run(tmp_path, data, finished):
+def test_the_start_does_not_overwrite_a_resumed_run(tmp_path, data, finished, caplog):
     config = settings(6, save_every=1e-9)
     train_pixel_dit(tmp_path / "whole", data, config, start_from=finished[0])
     killed(tmp_path / "cut", data, config, at_step=4, start_from=finished[0])
     train_pixel_dit(tmp_path / "cut", data, resume=True, start_from=finished[0])
+    assert "holds no checkpoint" not in caplog.text
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def test_a_run_killed_before_its_first_save_resumes_from_its_start(tmp_path, data, finished):
+def test_a_run_killed_before_its_first_save_resumes_from_its_start(tmp_path, data, finished, caplog):
     config = settings(3)
     train_pixel_dit(tmp_path / "whole", data, config, start_from=finished[0])
     killed(tmp_path / "cut", data, config, at_step=1, start_from=finished[0])
     assert not (tmp_path / "cut" / "dit" / "state.pt").exists()
     train_pixel_dit(tmp_path / "cut", data, resume=True)
+    assert "holds no checkpoint to go on from, so a new run begins there" in caplog.text
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
@@ -448,7 +451,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, data):
     ("override", "message"),
     [
         ("dit.phases=[]", "phases must end at rising shares up to 1"),
-        ("model.levels=9", r'levels must be in \[1, 4\], or 0 for "auto", got 9'),
+        ("model.levels=9", r'levels must be an int in \[1, 4\], "auto" or "paper", got 9'),
+        ("model.levels=0", r'levels must be an int in \[1, 4\], "auto" or "paper", got 0'),
+        ("model.levels=most", r'levels must be an int in \[1, 4\], "auto" or "paper", got \'most\''),
+        ("model.levels=1.5", r"model.levels must be int or str, got 1.5"),
+        ("model.levels=true", r"model.levels must be int or str, got True"),
         ('dit.phases=[{"side": 0}]', r"side must be in \[1, 1024\] pixels, got 0"),
         ('dit.phases=[{"side": 2048}]', "got 2048"),
         ('dit.phases=[{"batch_size": 0}]', "batch_size must be in"),
@@ -462,6 +469,13 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, data):
 def test_wrong_settings_are_named(override, message):
     with pytest.raises(UserInputError, match=message):
         PixelTrainConfig.load(None, [override])
+
+
+@pytest.mark.parametrize("levels", [2, "auto", "paper"])
+def test_the_model_gets_the_levels_of_its_settings(levels):
+    config = PixelTrainConfig.load(None, [f"model.levels={levels}"])
+    model = build_transformer(replace(config.model, layers=1), 16, 2)
+    assert model.config["levels"] == levels
 
 
 def test_a_contact_sheet_has_a_column_for_each_class():

@@ -108,7 +108,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise UserInputError(f"{where} must be a list, got {value!r}")
         return tuple(_convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    accepted = (int, float) if hint is float else hint
-    if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
-        raise UserInputError(f"{where} must be {hint.__name__}, got {value!r}")
-    return hint(value)
+    choices = arguments or (hint,)  # of `int | str` either
+    accepted = (*choices, int) if float in choices else choices
+    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in choices):
+        raise UserInputError(f"{where} must be {' or '.join(choice.__name__ for choice in choices)}, got {value!r}")
+    return value if arguments else hint(value)

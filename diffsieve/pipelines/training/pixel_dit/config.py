@@ -29,7 +29,7 @@ class PixelModelConfig:
         token_order: "hilbert", "morton" or "raster".
         block_size: of "llsa" and "topk".
         topk: of "llsa" and "topk".
-        levels: of "llsa": 0 stands for "auto".
+        levels: of "llsa": a number, "auto" or "paper".
         enrich: of "llsa".
         disjoint: of "llsa".
         rope_extent: length that the side stands for at every resolution; None counts pixels.
@@ -43,14 +43,15 @@ class PixelModelConfig:
     token_order: str = "hilbert"
     block_size: int = 16
     topk: int = 8
-    levels: int = 0
+    levels: int | str = "auto"
     enrich: bool = True
     disjoint: bool = False
     rope_extent: int | None = 128
 
     def __post_init__(self) -> None:
-        if not 0 <= self.levels <= MAX_LEVELS:
-            raise UserInputError(f'levels must be in [1, {MAX_LEVELS}], or 0 for "auto", got {self.levels}')
+        number = isinstance(self.levels, int) and 1 <= self.levels <= MAX_LEVELS
+        if not number and self.levels not in ("auto", "paper"):
+            raise UserInputError(f'levels must be an int in [1, {MAX_LEVELS}], "auto" or "paper", got {self.levels!r}')
 
 
 # Shapes of the published models (Peebles and Xie 2023), for `model` in a settings file.

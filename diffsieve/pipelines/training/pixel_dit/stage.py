@@ -41,7 +41,7 @@ def build_transformer(config: PixelModelConfig, side: int, num_classes: int) -> 
         token_order=config.token_order,
         block_size=config.block_size,
         topk=config.topk,
-        levels=config.levels or "auto",
+        levels=config.levels,
         enrich=config.enrich,
         disjoint=config.disjoint,
         rope_extent=config.rope_extent,
