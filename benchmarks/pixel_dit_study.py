@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import json
 import math
 import subprocess
@@ -188,7 +189,7 @@ def prepare(name: str, arguments: argparse.Namespace) -> None:
     side = arguments.side
     batch = arguments.batch or SAMPLED_TOGETHER[side]
     little = {"images": 2 * BATCH[side], "samples": batch, "steps": 1, "deadline": None}
-    with TemporaryDirectory() as folder, redirect_stdout(None):
+    with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         short = argparse.Namespace(**vars(arguments) | little | {"work": Path(folder)})
         for step in STEPS["train" if arguments.command == "train" else "run"]:
             step(name, short)
