@@ -13,11 +13,12 @@ import torch
 
 from ..autocast import without_autocast
 from ..block_sparse import block_sparse_attention, choose_backend
+from .budgets import check_budgets
 from .centroids import add_centroids, add_skipped_fused
 from .checks import check_arguments, check_custom_order
 from .custom import CustomSelection
 from .fused import fuses, gather_with_means, gather_with_statistics, scatter_tokens
-from .fused_selection import check_budgets, list_blocks_by_head, list_blocks_fused, score_blocks_fused, selects
+from .fused_selection import list_blocks_by_head, list_blocks_fused, score_blocks_fused, selects
 from .ordering import Grid, Orders, TokenOrders, gather_tokens, token_orders
 from .scores import score_blocks
 from .selection import block_mask, kept_video_blocks, select_blocks, select_blocks_top_p, skipped_blocks

@@ -127,6 +127,13 @@ def budgets_of_levels(levels: list[int], kept: int, num_blocks: int) -> list[int
     return counts
 
 
+def check_budgets(values: list[int], num_key: int) -> None:
+    """Raise a `UserInputError` unless each is in [1, num_key]."""
+    wrong = [value for value in values if not 1 <= value <= num_key]
+    if wrong:
+        raise UserInputError(f"budgets must hold whole numbers in [1, {num_key}], got {wrong[0]}")
+
+
 def _check_kept(kept: int, num_blocks: int) -> None:
     if not 1 <= kept <= num_blocks:
         raise UserInputError(f"kept must be in [1, {num_blocks}], the blocks of the sequence, got {kept}")

@@ -5,10 +5,9 @@ Shapes: B batch, H query heads, Hkv key heads, Nq and Nk blocks, D channels.
 
 import torch
 
-from diffsieve.errors import UserInputError
-
 from ..custom_ops import custom_op
 from . import forms
+from .budgets import check_budgets
 from .scores import mean_key
 from .selection import select_blocks_by_head, skipped_blocks
 from .statistics import BlockStatistics
@@ -76,13 +75,6 @@ def list_blocks_by_head(
         scores, budgets, return_skipped, fused
     )
     return found
-
-
-def check_budgets(values: list[int], num_key: int) -> None:
-    """Raise a `UserInputError` unless each is in [1, num_key]."""
-    wrong = [value for value in values if not 1 <= value <= num_key]
-    if wrong:
-        raise UserInputError(f"budgets must hold whole numbers in [1, {num_key}], got {wrong[0]}")
 
 
 @custom_op("diffsieve::score_blocks")
