@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import triton
-from llsa_tiles import Problem
 from torch import Tensor
 
 from diffsieve.bench.config import BenchConfig
@@ -32,6 +31,7 @@ from diffsieve.bench.operations import llsa as operation
 from diffsieve.bench.timer import Timer
 from diffsieve.kernels import replay
 from diffsieve.kernels.llsa import llsa_attention
+from llsa_tiles import Problem
 from tests.kernels.llsa_triton_cases import repeated_equals_whole
 
 LENGTHS = (16_384, 65_536)

@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from llsa_without_weights import BLOCK, TOPK, definition
 from torch import Tensor
 
 from diffsieve import load_pipeline
@@ -23,6 +22,7 @@ from diffsieve.compare.report import versions
 from diffsieve.kernels.llsa import hierarchical_topk, llsa_attention
 from diffsieve.pipelines.training.checkpoint import write_json
 from diffsieve.pipelines.training.pixel_dit.images import load_images
+from llsa_without_weights import BLOCK, TOPK, definition
 
 SIDE = 128
 FORMS: dict[str, dict[str, Any]] = {

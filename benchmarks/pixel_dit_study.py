@@ -45,8 +45,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from llsa_without_weights import BLOCK, TOPK, check_without_weights, drop_weights
-from turns import turn
 
 from diffsieve.bench.drawing import Axis, Line, line_plot
 from diffsieve.pipelines.loading import resolve_device, resolve_dtype
@@ -57,6 +55,8 @@ from diffsieve.pipelines.training.pixel_dit.images import load_images
 from diffsieve.pipelines.training.pixel_dit.run import train_pixel_dit
 from diffsieve.pipelines.training.pixel_dit.sampling import build_pipeline, contact_sheet, generate
 from diffsieve.pipelines.training.pixel_dit.stage import load_transformer
+from llsa_without_weights import BLOCK, TOPK, check_without_weights, drop_weights
+from turns import turn
 
 BATCH = {64: 64, 128: 16}
 IMAGES = {64: 96_000, 128: 24_000}

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import importlib.util
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import diffsieve
+import write_tables
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "diffsieve"
@@ -156,10 +156,6 @@ def test_the_options_page_lists_every_field():
 
 
 def test_the_generated_tables_are_up_to_date():
-    location = importlib.util.spec_from_file_location("write_tables", ROOT / "docs" / "write_tables.py")
-    assert location is not None
-    write_tables = importlib.util.module_from_spec(location)
-    location.loader.exec_module(write_tables)
     pages = {page: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
     stale = [page.name for page, text in pages.items() if text != write_tables.with_tables(text)]
     assert stale == [], "run: make tables"

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from diffsieve.eval.features import FeatureNetwork
+from page_tables import pixel_dit
 
 TRAINED_ON = ("--gpu", "a GPU", "--python", "3.12", "--torch", "2.11.0+cu130", "--triton", "3.6.0")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pixel_dit_study.py"
@@ -218,12 +219,9 @@ def test_no_time_leaves_the_rest_for_another_call(call):
 
 
 def test_the_table_says_what_is_not_measured(monkeypatch):
-    location = importlib.util.spec_from_file_location("write_tables", SCRIPT.parents[1] / "docs" / "write_tables.py")
-    write_tables = importlib.util.module_from_spec(location)
-    location.loader.exec_module(write_tables)
-    report = write_tables._result("h200/pixel_dit_study.json")
+    report = pixel_dit.result("h200/pixel_dit_study.json")
     del report["sides"]["128"]["llsa"]["distance"], report["sides"]["128"]["llsa raster"]
-    monkeypatch.setattr(write_tables, "_result", lambda name: report)
-    lines = write_tables.pixel_dit_study_table().splitlines()
+    monkeypatch.setattr(pixel_dit, "result", lambda name: report)
+    lines = pixel_dit.pixel_dit_study_table().splitlines()
     assert "| 128 | llsa raster | - | - | - | - | - | - | - |" in lines
     assert any(line.startswith("| 128 | llsa | - | - | 0.0") for line in lines)

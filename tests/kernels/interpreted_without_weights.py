@@ -12,8 +12,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import llsa_without_weights as ablation
 import torch
+
+import llsa_without_weights as ablation
 
 LENGTH = 150  # ten blocks, the last of 6 tokens: 8 are kept
 
