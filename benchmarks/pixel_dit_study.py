@@ -37,7 +37,8 @@ import subprocess
 import sys
 import time
 import traceback
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -130,27 +131,28 @@ def train_one(name: str, arguments: argparse.Namespace) -> int:
             print(f"{name}: no weights of {small} x {small}, begins with new ones", flush=True)
             start = None
     resumed = (out / "dit" / "state.pt").is_file()
-    max_seconds = None if arguments.deadline is None else arguments.deadline - time.monotonic()
-    if max_seconds is not None and max_seconds < SHORTEST:
-        return PAUSED
-    summary = train_pixel_dit(
-        out,
-        arguments.data,
-        None if resumed else settings_of(name, arguments),
-        max_seconds=max_seconds,
-        pause=max_seconds is not None,
-        resume=resumed,
-        start_from=start,
-        report=lambda entry: (
-            print(
-                f"{name}: step {entry.step} ({entry.progress:.0%}) loss {entry.losses['loss']:.4f}, "
-                f"{entry.samples_per_second:.0f} pictures/s, {entry.memory_gib:.1f} GiB",
-                flush=True,
-            )
-            if entry.step % 200 == 0
-            else None
-        ),
-    )
+    with having_the_gpu(arguments):
+        max_seconds = None if arguments.deadline is None else arguments.deadline - time.monotonic()
+        if max_seconds is not None and max_seconds < SHORTEST:
+            return PAUSED
+        summary = train_pixel_dit(
+            out,
+            arguments.data,
+            None if resumed else settings_of(name, arguments),
+            max_seconds=max_seconds,
+            pause=max_seconds is not None,
+            resume=resumed,
+            start_from=start,
+            report=lambda entry: (
+                print(
+                    f"{name}: step {entry.step} ({entry.progress:.0%}) loss {entry.losses['loss']:.4f}, "
+                    f"{entry.samples_per_second:.0f} pictures/s, {entry.memory_gib:.1f} GiB",
+                    flush=True,
+                )
+                if entry.step % 200 == 0
+                else None
+            ),
+        )
     return 0 if summary["finished"] else PAUSED
 
 
@@ -170,15 +172,25 @@ def sample_one(name: str, arguments: argparse.Namespace) -> int:
         transformer.compile_repeated_blocks(dynamic=False)
     pipe = build_pipeline(transformer, classes, config.sampling)
     wide = replace(config.sampling, batch_size=arguments.batch or SAMPLED_TOGETHER[arguments.side])
-    with fast_attention(device):
+    with having_the_gpu(arguments), fast_attention(device):
         pictures, labels = generate(pipe, wide, count=arguments.samples)
+        memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     write_atomically(out / "samples.npz", lambda path: _save_samples(path, pictures))
     contact_sheet(pictures[:81], labels[:81], classes).save(out / "samples.png")
-    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     figures = {"samples": len(pictures), "steps": wide.steps, "memory_gib": memory}
     write_json(out / "samples.json", figures)
     print(f"{name}: {len(pictures)} samples, {memory:.1f} GiB", flush=True)
     return 0
+
+
+@contextmanager
+def having_the_gpu(arguments: argparse.Namespace) -> Iterator[None]:
+    """Wait for this call's turn, and count the memory that is taken in it alone."""
+    with turn(arguments.turns):
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        yield
 
 
 STEPS = {"train": (train_one,), "sample": (sample_one,), "run": (train_one, sample_one)}
@@ -188,7 +200,7 @@ def prepare(name: str, arguments: argparse.Namespace) -> None:
     """Let everything be compiled that a variant needs, before its turn: the same with two steps and one batch."""
     side = arguments.side
     batch = arguments.batch or SAMPLED_TOGETHER[side]
-    little = {"images": 2 * BATCH[side], "samples": batch, "steps": 1, "deadline": None}
+    little = {"images": 2 * BATCH[side], "samples": batch, "steps": 1, "deadline": None, "turns": None}
     with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         short = argparse.Namespace(**vars(arguments) | little | {"work": Path(folder)})
         for step in STEPS["train" if arguments.command == "train" else "run"]:
@@ -204,12 +216,8 @@ def attempt(name: str, arguments: argparse.Namespace) -> int:
         for step in STEPS[arguments.command]:
             torch._dynamo.reset()
             gc.collect()  # a compiled block refers to itself: the model before is still there
-            with turn(arguments.turns):
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats()
-                if code := step(name, arguments):
-                    return code
+            if code := step(name, arguments):
+                return code
     except Exception:
         traceback.print_exc()
         return 1

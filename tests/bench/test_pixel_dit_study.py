@@ -207,7 +207,7 @@ def test_what_is_compiled_before_a_turn_leaves_nothing_and_changes_nothing(study
     monkeypatch.setattr(study, "turn", turn)
     monkeypatch.setattr(study, "prepare", lambda *words: order.append("prepare") or prepare(*words))
     assert call("run", "--variants", "llsa", "--turns", str(tmp_path / "turns")) == 0
-    assert order == ["prepare", tmp_path / "turns", tmp_path / "turns"]
+    assert order == ["prepare", None, None, tmp_path / "turns", tmp_path / "turns"]
     assert ((folder / "samples.npz").read_bytes(), (folder / "dit" / "log.jsonl").read_text().count("\n")) == alone
     assert [path.name for path in (tmp_path / "work" / "16").iterdir()] == ["llsa"]
     assert call("run", "--variants", "llsa", "--turns", str(tmp_path / "turns")) == 0
