@@ -20,6 +20,7 @@ def settle(page, wanted):
     """Fill fields until all of them keep what they were given."""
 
     def settled():
+        painted(page)
         lost = [label for label, value in wanted.items() if field(page, label).input_value() != value]
         for label in lost:
             field(page, label).fill(wanted[label])
@@ -65,7 +66,7 @@ def open_more_settings(page):
 
 
 def painted(page):
-    """Wait until what was just opened has been painted.
+    """Wait until what was just opened or shown has been painted.
 
     Gradio gives fields that come into being their first values once more right before they are painted. Nobody can type
     so early, but a test can, and what it typed was gone then.

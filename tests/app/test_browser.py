@@ -215,7 +215,7 @@ def test_llsa_has_its_own_controls_and_its_warning(page):
     page.get_by_role("option", name="LLSA").click()
     page.get_by_label("Top k, blocks kept per level").wait_for()
     eventually(lambda: _all([not page.get_by_label("Preset").is_visible()]))
-    page.get_by_label("Top k, blocks kept per level").fill("2")
+    settle(page, {"Top k, blocks kept per level": "2"})
     page.get_by_role("button", name="Compare", exact=True).click()
     page.locator(".ds-status.ds-good", has_text="LLSA top 2").wait_for()
     page.get_by_text("was not trained with it").first.wait_for()
